@@ -18,7 +18,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock agents check-beside-downloads apptainer apptainer-if-possible slurm-if-possible chromium-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock agents check-beside-downloads apptainer apptainer-if-possible slurm-if-possible chromium-if-possible demo learn doctor check quick hosted test e2e soak mutants docs site format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ check: setup-dev ## format, lint, types, async rules, import direction
 
 docs: setup-dev ## write the tables of docs/node-toml.md and ipc/PROTOCOL.md from the code
 	$(VENV)/python tests/support/documents.py
+
+site: setup-dev ## the documentation as a site, with the API from docstrings: build/site/docs/site/index.html
+	@$(VENV)/python -m sphinx -q -W --keep-going -c docs/site . build/site
 
 format: setup-dev ## let ruff format and repair what it can
 	$(VENV)/ruff format $(PACKAGES) tests

@@ -1,7 +1,7 @@
 """The base of all benchmarks: options, interleaved measuring, percentiles, and the three forms of a report.
 
-A benchmark is an async function that returns a `Report`. `run_benchmark` gives it the common command line: `--quick`
-and `--json FILE`.
+A benchmark is an async function that returns a `Report`. `run_benchmark` gives it the common command line: `--quick`,
+`--json FILE` and `--plot FILE`.
 """
 
 from __future__ import annotations
@@ -463,6 +463,7 @@ def run_benchmark(benchmark: Benchmark, argv: Sequence[str] | None = None) -> in
     )
     parser.add_argument("--quick", action="store_true", help="fewer samples: under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help='write {"metric": number}, and a plot beside it')
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot there: .svg, .png or .pdf")
     arguments = parser.parse_args(argv)
     options = Options(quick=arguments.quick, json_path=arguments.json)
     report = _measure(benchmark, options)
@@ -477,8 +478,10 @@ def run_benchmark(benchmark: Benchmark, argv: Sequence[str] | None = None) -> in
         console.print(note, style="dim", highlight=False, markup=False)
     for sentence in report.missed():
         console.print(f"missed: {sentence}", style="yellow", highlight=False)
+    plot: Path | None = arguments.plot
     if options.json_path is not None:
         report.write_json(options.json_path)
-        if not report.write_plot(options.json_path.with_suffix(".png")):
-            console.print("no plot: matplotlib is not installed, or there is nothing to draw", style="dim")
+        plot = plot or options.json_path.with_suffix(".png")
+    if plot is not None and not report.write_plot(plot):
+        console.print("no plot: matplotlib is not installed, or there is nothing to draw", style="dim")
     return 0

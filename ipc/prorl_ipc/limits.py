@@ -19,17 +19,17 @@ _MAX_BYTES = 2**50
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The limits of one sandbox. There is no way to have none: give a large number instead.
+    """The limits of one sandbox. Every limit is required, so use a large number instead of none.
 
     Attributes:
-        memory_bytes: memory of all processes together; also private memory of each, where more is refused to it.
-        max_processes: processes and threads, all together, without those of the sandbox itself.
-        max_open_files: files that a process may have open.
-        cpu_s: CPU time of each process. The shells are processes too.
+        memory_bytes: memory of all processes together, and private memory of each process.
+        max_processes: processes and threads together, without the sandbox's own.
+        max_open_files: open files of a process.
+        cpu_s: CPU time of each process, including shells.
         max_file_bytes: size of a file.
-        disk_bytes: size of what can be written: /tmp, the home directory, /dev/shm and the image's writable layer.
-            Where they are separate file systems, of each.
-        wall_s: time of one action, whatever time-out it asked for.
+        disk_bytes: size of everything that tools write: /tmp, home directory, /dev/shm, and the image's writable layer.
+            If these are separate file systems, the limit applies to each.
+        wall_s: longest time of one action, whatever timeout it requests.
     """
 
     memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB, le=_MAX_BYTES)] = 2048 * _MIB

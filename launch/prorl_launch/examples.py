@@ -12,7 +12,7 @@ from prorl_launch.paths import checkout_dir
 from prorl_trio.client.terminal import say
 from prorl_trio.types.errors import ConfigError
 
-_FOLDERS = ("examples", "launch/kubernetes", "launch/systemd")
+_FOLDERS = ("examples", "launch/kubernetes", "launch/systemd", "launch/grafana")
 
 
 @click.group(invoke_without_command=True)
@@ -20,7 +20,8 @@ _FOLDERS = ("examples", "launch/kubernetes", "launch/systemd")
 def examples(context: click.Context) -> None:
     """List the shipped examples, or copy them.
 
-    The examples are short programs for trainers, handlers and sandboxes, manifests for Kubernetes, and a systemd unit.
+    The examples are short programs for trainers, handlers and sandboxes, manifests for Kubernetes, a systemd unit, and
+    a dashboard with alert rules for Grafana and Prometheus.
 
     \b
         prorl-trio examples

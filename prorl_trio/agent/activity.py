@@ -1,4 +1,4 @@
-"""The activity of a job, and who its time is charged to."""
+"""The activity of a job, and the accounts that its time is charged to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Charge = Literal["sandbox", "inference", "evaluator", "handler", "node", "agent_budget"]
-"""The account that time is charged to: the cause that is named when a budget is used up."""
+"""The account that time is charged to, which is also the cause named when a budget is exceeded."""
 
 
 class Activity:
-    """The activity of a job: when something last happened, what it waits for, and where its time went."""
+    """The activity of a job: its last progress, its current waits, and how its time was spent."""
 
     def __init__(self) -> None:
         now_s = trio.current_time()
@@ -27,49 +27,47 @@ class Activity:
 
     @property
     def waiting_on(self) -> str:
-        """Return the name of the wait begun last, of those that are not over; empty if there is none."""
+        """Return the name of the most recent unfinished wait, or an empty string."""
         return self._wait[0]
 
     @property
     def other_waits(self) -> list[str]:
-        """Return the names of the other waits that are not over, the first begun first."""
+        """Return the names of the other unfinished waits, oldest first."""
         return [what for what, _, _ in self._waits.values()][:-1]
 
     @property
     def waiting_charge(self) -> Charge | None:
-        """Return the account of the wait begun last, of those that are not over; None if there is none."""
+        """Return the account of the most recent unfinished wait, or None."""
         return self._wait[1] if self._waits else None
 
     @property
     def _wait(self) -> tuple[str, Charge, bool]:
-        """The wait begun last, of those that are not over: for what, on which account, and whether that is charged."""
+        """Return the most recent unfinished wait: its name, its account, and whether it is charged."""
         return next(reversed(self._waits.values()), ("", self._own, True))
 
     def idle_s(self, now_s: float) -> float:
-        """Return the seconds since the last `progress`."""
         return now_s - self._progress_s
 
     def progress(self) -> None:
-        """Note the time: there was a transition, a completion or a tool's result."""
+        """Note the time of a transition, a completion or a tool's result."""
         self._progress_s = trio.current_time()
 
     def begin_stage(self, own: Charge) -> None:
-        """Count from zero. What is not spent waiting is charged to `own`."""
+        """Count from zero. Time without waits is charged to `own`."""
         self._settle()
         self._spent_s.clear()
         self._own = own
 
     def blame(self) -> Charge:
-        """Return the account that most of the time since `begin_stage` went to which was charged at all."""
+        """Return the account with most of the time charged since `begin_stage`."""
         self._settle()
         return max(self._spent_s, key=self._spent_s.__getitem__, default=self._own)
 
     @contextmanager
     def waiting(self, what: str, charge: Charge = "handler", *, is_charged: bool = True) -> Iterator[None]:
-        """Show, while the block runs, that the job waits for `what`, and charge the time, unless no budget has it.
+        """Show during the block that the job waits for `what`, and charge the time, unless it belongs to no budget.
 
-        Blocks may be nested, and be in several tasks of the job at once: at any moment the one begun last is shown, and
-        charged.
+        Blocks may be nested, and may run in several tasks of the job. The most recent one is shown and charged.
         """
         key = object()
         self._settle()

@@ -1,4 +1,4 @@
-"""The budget `agent_s` of one agent at work: its clock, and the scopes that the clock moves."""
+"""The budget `agent_s` of one agent: its clock, and the scopes whose deadlines the clock moves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class AgentClock:
-    """Runs while the policy is at work, and stands otherwise.
+    """A clock that runs while the policy or its tools work, and is stopped otherwise.
 
-    At work is a tool that it called, from `begin` to `end`, and an engine that gives it tokens, as `produced` tells
-    afterwards. All other time is somebody else's: waits for a backend or in an engine's own queue, pauses, updates of
-    the weights, calls that fail, hang or are sent again. What goes on at the same time counts once.
+    It counts tools that the policy called, from `begin` to `end`, and engines that produce tokens, reported afterwards
+    by `produced`. It excludes waits for a backend or in an engine's queue, pauses, weight updates, and calls that fail,
+    hang or are retried. Concurrent work counts once.
     """
 
     def __init__(self, budget_s: float) -> None:
@@ -27,26 +27,25 @@ class AgentClock:
         self._used_s = 0.0
         self._tools = 0
         self._counted_until_s = -math.inf
-        """The time before which everything is counted, or will never be."""
+        """The time up to which everything is counted or excluded for good."""
 
     def __repr__(self) -> str:
         return f"<AgentClock {self._used_s:.3g} of {self.budget_s:g} s, {self._tools} tools at work>"
 
     def begin(self, now_s: float) -> None:
-        """Note that a tool has begun to work: the clock runs until as many `end` calls have followed."""
+        """Note that a tool has started: the clock runs until each `begin` is matched by an `end`."""
         if not self._tools:
             self._counted_until_s = now_s
         self._tools += 1
 
     def end(self, now_s: float) -> None:
-        """Note that a tool has ended which began."""
         assert self._tools, "begin comes first"
         self._settle(now_s)
         self._tools -= 1
 
     def produced(self, since_s: float, now_s: float) -> float:
-        """Tokens came at `now_s` that an engine worked on since `since_s`. Return what that adds, in seconds."""
-        if self._tools:  # it runs anyway
+        """Count tokens that arrived at `now_s` after an engine worked since `since_s`. Return the seconds added."""
+        if self._tools:  # the clock runs anyway
             return 0.0
         added_s = max(0.0, now_s - max(since_s, self._counted_until_s))
         self._used_s += added_s
@@ -54,32 +53,32 @@ class AgentClock:
         return added_s
 
     def leave_out(self, seconds: float, now_s: float) -> None:
-        """Do not count seconds that have just passed, in which no tool could work."""
+        """Exclude seconds that just passed, in which no tool could work."""
         if self._tools:
             self._settle(now_s)
             self._used_s = max(0.0, self._used_s - seconds)
 
     def left_s(self, now_s: float) -> float:
-        """Seconds of the budget that are left, at least 0."""
+        """Return the remaining seconds of the budget, at least 0."""
         if self._tools:
             self._settle(now_s)
         return max(0.0, self.budget_s - self._used_s)
 
     def ends_s(self, now_s: float) -> float:
-        """Return when the budget is used up if nothing changes: never, as long as the clock stands before that."""
+        """Return when the budget will be used up if nothing changes; infinite while the clock is stopped."""
         left_s = self.left_s(now_s)
         return now_s + left_s if self._tools or not left_s else math.inf
 
     def _settle(self, now_s: float) -> None:
-        """Count what the tools at work have taken."""
+        """Count the time of running tools up to now."""
         self._used_s += now_s - self._counted_until_s
         self._counted_until_s = now_s
 
 
 class AgentBudget:
-    """The time of a RUN stage that the policy and its tools may take.
+    """The time of a RUN stage that the policy and its tools may use.
 
-    This time is not charged to the stage's own budget: so a slow policy does not make its rollout `timed_out`. `scope`
+    This time is not charged to the stage's own budget, so a slow policy does not make its rollout `timed_out`. `scope`
     is cancelled when the budget is used up.
     """
 
@@ -88,13 +87,12 @@ class AgentBudget:
         self._clock = AgentClock(budget_s)
         self.scope = trio.CancelScope()
         self.updates_in_tools = 0
-        """Updates of the policy that came while tools were at work: their time made the rollout older, not ours."""
+        """Policy updates that arrived while tools ran, and so aged the rollout through the tools' time."""
         self._at_work = 0
         self._version = ""
 
     @property
     def used_up(self) -> bool:
-        """Return True if no time is left."""
         return self._clock.left_s(trio.current_time()) <= 0
 
     def tool(self, name: str) -> ToolTime:
@@ -102,13 +100,13 @@ class AgentBudget:
         return ToolTime(self, name)
 
     def produced(self, since_s: float) -> None:
-        """Charge the time since `since_s` (trio's clock) in which an engine worked on the tokens that came just now."""
+        """Charge the time since `since_s` (trio's clock) in which an engine produced the tokens that just arrived."""
         now_s = trio.current_time()
         self._context.leave_uncharged(self._clock.produced(since_s, now_s))
         self.scope.deadline = self._clock.ends_s(now_s)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not charge seconds that have just passed, in which the sandbox of a tool stood still."""
+        """Exclude seconds that just passed, in which the sandbox of a tool was suspended."""
         now_s = trio.current_time()
         self._clock.leave_out(seconds, now_s)
         self.scope.deadline = self._clock.ends_s(now_s)
@@ -133,7 +131,7 @@ class AgentBudget:
             self.scope.deadline = self._clock.ends_s(now_s)
 
     def _count_updates(self, tools: int) -> None:
-        """Note that `tools` more tools are at work from now on. What comes while several are counts once."""
+        """Note that `tools` more tools run from now on. An update during several tools counts once."""
         backends = self._context.resources.backends
         if self._at_work:
             self.updates_in_tools += backends.versions.updates(self._version, backends.policy_version)
@@ -142,7 +140,7 @@ class AgentBudget:
 
 
 class ToolTime:
-    """The time that one tool takes from the budget, without that in which it waits for other agents."""
+    """The time that one tool takes from the budget, without its waits for other agents."""
 
     def __init__(self, budget: AgentBudget, name: str) -> None:
         self._budget = budget

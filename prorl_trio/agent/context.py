@@ -1,4 +1,4 @@
-"""The things that a job's handler works with: the instance, the sandbox, the model's side, and the record so far."""
+"""The working context of a job's handler: the instance, the sandbox, the model's side, and the record so far."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
-"""Characters of `Outcome.evaluation_log`; of a longer one the middle is left out."""
+"""Limit of characters in `Outcome.evaluation_log`; a longer log loses its middle."""
 UNKNOWN_CONTEXT_TOKENS: Final = 32_768
-"""Taken for the context of backends while there are none."""
+"""Assumed context length without backends."""
 
 MAX_DIALOGUES: Final = 1024
-"""The most dialogues of one rollout. A policy that asks for more agents than that asks for ever."""
+"""Maximum number of dialogues per rollout, which stops a policy that asks for agents without end."""
 
 
 class Origin(NamedTuple):
-    """Where a dialogue comes from: `shared` tokens of segment `segment` of the dialogue `asker` are its beginning.
+    """The origin of a dialogue: it begins with `shared` tokens of segment `segment` of the dialogue `asker`.
 
     `agent` and `agent_type` as in `Segment`.
     """
@@ -65,14 +65,14 @@ class Origin(NamedTuple):
 
 
 class _Dialogue(NamedTuple):
-    """`origin`: None for the first."""
+    """`origin` is None for the first dialogue."""
 
     conversation: Conversation
     origin: Origin | None
 
 
 class Dialogues:
-    """Dialogues in the order in which they were begun, 0 being the task's own."""
+    """The dialogues in order of their start; number 0 is the task's own."""
 
     def __init__(self) -> None:
         self._all: list[_Dialogue] = []
@@ -83,42 +83,38 @@ class Dialogues:
         return len(self._all)
 
     def begin(self, conversation: Conversation, origin: Origin | None = None) -> int:
-        """Add a new dialogue and return its number."""
         self._all.append(_Dialogue(conversation, origin))
         return len(self._all) - 1
 
     def asked_in(self, asker: int) -> Origin:
-        """Return the origin of a dialogue that the agent of `asker` begins now, in its present segment."""
+        """Return the origin of a dialogue that the agent of `asker` begins now, in its current segment."""
         return Origin(asker, self._all[asker].conversation.segment)
 
     def record(self, turn: Turn, dialogue: int = 0) -> None:
-        """Keep a turn of `dialogue`, whose segment is counted within it."""
+        """Record a turn of `dialogue`, whose segment is counted within the dialogue."""
         self._turns.append((dialogue, turn))
 
     def note_version(self, policy_version: str) -> None:
-        """Note that tokens were sampled under that version."""
         self._versions[policy_version] = None
 
     @property
     def policy_versions(self) -> list[str]:
-        """Every version that tokens were sampled under, each once, in the order of first use."""
+        """Return every version under which tokens were sampled, each once, in the order of first use."""
         return list(self._versions)
 
     @property
     def prefix_breaks(self) -> int:
-        """Return the sum over all dialogues."""
         return sum(each.conversation.prefix_breaks for each in self._all)
 
     @property
     def drift_tokens(self) -> int:
-        """Return the sum over all dialogues."""
         return sum(each.conversation.drift_tokens for each in self._all)
 
     def assemble(self, segments_of: Callable[[Conversation], list[Segment]]) -> tuple[list[Segment], list[Turn]]:
-        """The segments of all dialogues one after the other, and the turns in the order they were recorded.
+        """Return the segments of all dialogues one after the other, and the turns in the order of recording.
 
-        Turns, and parents of segments, are numbered through. The first segment of a dialogue with an origin has that as
-        its parent.
+        Turns and parents of segments get consecutive numbers. The first segment of a dialogue with an origin has the
+        origin as its parent.
         """
         segments: list[Segment] = []
         firsts: list[int] = []
@@ -153,7 +149,6 @@ class BoundedText:
         self._dropped = 0
 
     def append(self, text: str) -> None:
-        """Add to the end."""
         self._head += text[: self._head_room]
         rest = text[self._head_room :]
         self._head_room = max(0, self._head_room - len(text))
@@ -169,9 +164,9 @@ class BoundedText:
 
 
 class Address(NamedTuple):
-    """Where a program finds a gateway: the URL, without a path of an API, and the key that it shows.
+    """The address of a gateway for a program: the URL, without the path of an API, and the program's key.
 
-    The key is a secret where the URL is not the rollout's alone.
+    The key is a secret if other rollouts share the URL.
     """
 
     url: str
@@ -182,7 +177,7 @@ class Address(NamedTuple):
 class Resources:
     """The resources that all jobs of a node share.
 
-    Owned and closed by the node, which replaces `config` when it is read again: ask for it each time.
+    The node owns and closes them. It replaces `config` on a reload, so read it each time.
     """
 
     config: NodeConfig
@@ -191,19 +186,20 @@ class Resources:
     scorers: ScorerPool
     tokens: TokenMemory = field(default_factory=TokenMemory)
     search: Search | None = None
-    """None: agents of this node cannot search."""
+    """The search service; None if the node has none."""
     serve_gateway: Callable[..., AbstractAsyncContextManager[Address]] | None = None
-    """Called with the `Gateway` of a rollout and its sandbox, or None for programs elsewhere: serves it in a block.
+    """Serve the `Gateway` of a rollout to its sandbox, or to remote programs if the sandbox is None, during a block.
 
-    None: this node runs no programs."""
+    It is None if this node runs no programs.
+    """
     external_agents: ExternalAgents | None = None
-    """None: nobody can offer an agent to this node."""
+    """The table of remote agents; None if the node accepts none."""
 
     def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
         """Return the longest context that a rollout may have, in tokens.
 
-        It is the least of its own limit, the node's, and `longest`, that of its engine. Where there is no limit, it is
-        the longest of all engines, while the rollout has none.
+        It is the minimum of the rollout's own limit, the node's, and `longest`, the limit of its engine. Without a
+        limit it is the longest context of all engines while the rollout lacks an engine.
         """
         limits = list(filter(None, (spec.max_trajectory_tokens, self.config.agent.max_trajectory_tokens, longest)))
         return min(limits) if limits else self._longest_context()
@@ -214,19 +210,18 @@ class Resources:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutContext:
-    """The working state of a job. Belongs to the stage the job is in; no two tasks touch it at once.
+    """The working state of a job. It belongs to the job's current stage; two tasks never use it concurrently.
 
-    `sandbox` is set from INIT until the handler's `after_run` releases it; `is_layered`: the agent of a preset is in
-    it. `conversation`, `dialogues`, `turns`, `sampled_tokens` and `stop_reason` grow while the agent runs, so that
-    a failure leaves a partial trajectory. `conversation` is the task's own agent's; `dialogues` has those of agents it
-    asked, too. `tools` are what the task's own agent was offered.
-    `answer` is what the agent gave as final; `given_reward` what an agent elsewhere was graded with by its own caller.
-    `handler_state` is the handler's own, from one stage to the next.
-    `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
-    `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
-    `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
-    of it that no budget is charged for. `on_standstill` are called with seconds in which a sandbox of the job stood
-    still: each agent whose tools work leaves them out of its own budget.
+    `sandbox` is set from INIT until the handler's `after_run` releases it; `is_layered` means that it contains the
+    agent of a preset. `conversation`, `dialogues`, `turns`, `sampled_tokens` and `stop_reason` grow while the agent
+    runs, so that a failure leaves a partial trajectory. `conversation` belongs to the task's own agent; `dialogues`
+    includes the agents that it called. `tools` are the tools offered to the task's own agent. `answer` is the agent's
+    final answer; `given_reward` is the grade that a remote agent received from its own caller. `handler_state` belongs
+    to the handler, and persists between stages. `tokens` is the memory of the conversation, released when the attempt
+    has ended and its outcome is delivered. Observers see `activity`; `on_turn` is called with each recorded turn. The
+    pipeline sets `sandboxes`, the source of sandboxes, `stage_scope`, the scope of the current stage, and
+    `uncharged_s`, its seconds that no budget is charged for. `on_standstill` functions are called with the seconds for
+    which a sandbox of the job was suspended. Each agent with running tools excludes these seconds from its own budget.
     """
 
     spec: JobSpec
@@ -260,19 +255,19 @@ class RolloutContext:
     _line_deadline_s: float = math.inf
 
     def waiting(self, what: str, charge: Charge = "handler") -> AbstractContextManager[None]:
-        """Show to those who watch what the job waits for: `with context.waiting("tool bash", "sandbox"): ...`.
+        """Show the job's wait to observers: `with context.waiting("tool bash", "sandbox"): ...`.
 
-        If a budget is used up, and most of it in such blocks, `charge` is the cause.
+        If a budget is exceeded, and most of its time was spent in such blocks, `charge` is the cause.
         """
         return self.activity.waiting(what, charge)
 
     @asynccontextmanager
     async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        """Open a sandbox beside the agent's, which nobody has used; on leaving the block nothing of it is left.
+        """Open an unused sandbox in addition to the agent's; it is removed when the block exits.
 
-        For evaluators: the agent has left nothing in it. Open it when the agent is done, and has given an answer at
-        all: one that waits while RUN goes on doubles what is live, to save the half second of a start. A program that
-        is run there counts as the agent's, with its time and what it leaves, but in a `waiting` for the evaluator.
+        For evaluators, because the agent has left nothing in it. Open it after the agent has finished with an answer:
+        opening it during RUN doubles the live sandboxes to save the half second of a start. The time and the effects of
+        a program that runs there are charged to the agent, except in a `waiting` block for the evaluator.
 
         Raises:
             SandboxUnavailable: it does not start.
@@ -284,7 +279,7 @@ class RolloutContext:
             await sandbox.aclose()  # noqa: ASYNC102 - it shields itself
 
     async def start_sandbox(self, spec: SandboxSpec) -> HostedSandbox:
-        """Return a sandbox that nobody has used, and that lives until its `aclose`. Errors as `open_sandbox`."""
+        """Return an unused sandbox that lives until its `aclose`. Errors as `open_sandbox`."""
         if self.sandboxes is None:
             raise SandboxUnavailable("there are no sandboxes before INIT, and none where no node runs the job")
         if is_reference(spec.image):
@@ -293,7 +288,7 @@ class RolloutContext:
                 try:
                     await self.sandboxes.wait_image(spec.image)
                 except SandboxUnavailable as exc:
-                    if not exc.of_machine:  # else `open` asks again, when the machine can start something
+                    if not exc.of_machine:  # else `open` retries when the machine can start processes again
                         raise
         in_line = partial(self.standing_in_line, charge="sandbox", at_most_s=MAX_PAUSE_S)
         with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
@@ -305,14 +300,13 @@ class RolloutContext:
 
     @contextmanager
     def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> Iterator[None]:
-        """Wait in line, without a charge to the stage's budget or the whole job's.
+        """Wait in line without charging the stage's budget or the job's total.
 
-        The block waits for its turn, for `at_most_s` (which the caller sees to). Blocks may overlap; what they have in
-        common counts once.
+        The caller limits the wait to `at_most_s`. Blocks may overlap; their common time counts once.
         """
         scope, now_s = self.stage_scope, trio.current_time()
-        # How long the wait will be is not known yet: the deadline is put off by the most that it may be, and is set to
-        # what was left of it when the last of the overlapping waits is over.
+        # The wait's duration is unknown: the deadline is postponed by the maximum, and reset to the time
+        # that was left when the last of the overlapping waits has ended.
         if not self._lines:
             self._line_since_s, self._line_deadline_s = now_s, math.inf if scope is None else scope.deadline
         self._lines += 1
@@ -330,14 +324,14 @@ class RolloutContext:
                     scope.deadline = self._line_deadline_s + waited_s
 
     def leave_uncharged(self, seconds: float) -> None:
-        """Leave seconds that are over uncharged, as those of `standing_in_line`."""
+        """Exclude past seconds from all charges, like the time of `standing_in_line`."""
         if seconds and not self._lines:
             self.uncharged_s += seconds
             if self.stage_scope is not None:
                 self.stage_scope.deadline += seconds
 
     def _stood_still(self, seconds: float) -> None:
-        """Move all budgets by seconds in which a sandbox of the job stood still: they are nobody's."""
+        """Postpone all budgets by the seconds in which a sandbox of the job was suspended."""
         if self._lines:
             if self.stage_scope is not None:
                 self.stage_scope.deadline += seconds
@@ -348,13 +342,13 @@ class RolloutContext:
 
     @contextmanager
     def evaluating(self, what: str) -> Iterator[None]:
-        """Evaluate a part of the work in the middle of RUN, within the job's `eval_s`; the stage is charged nothing.
+        """Evaluate a part of the work during RUN, within the job's `eval_s` and without charging the stage.
 
-        So a policy that slows its evaluation down does not make its rollout `timed_out`. Not inside of
+        So a policy that slows its evaluation down does not make its rollout `timed_out`. Must not be used inside
         `standing_in_line`.
 
         Raises:
-            BudgetExceeded: the block took longer. It was cancelled.
+            BudgetExceeded: the block took longer, and was cancelled.
         """
         assert not self._lines, "the stage waits in line"
         asked_s = self.spec.budgets.eval_s
@@ -377,7 +371,7 @@ class RolloutContext:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Have a tool of the policy at work during the block: what is sent to sandboxes meanwhile is the policy's."""
+        """Run a tool of the policy during the block: its requests to sandboxes are the policy's acts."""
         self._tools_at_work += 1
         try:
             yield
@@ -386,23 +380,22 @@ class RolloutContext:
 
     @property
     def is_acting(self) -> bool:
-        """See `sandbox.use.Account`."""
         return self._tools_at_work > 0
 
     @property
     def may_run_answers(self) -> bool:
-        """See `sandbox.use.Account`."""
         charge = self.activity.waiting_charge
         return charge == "agent_budget" or (charge is None and bool(self.turns))
 
     @contextmanager
     def on_agents_time(self, what: str) -> Iterator[None]:
-        """Charge the block to the policy and not to the stage. In a stage, as much as its budget is there for that.
+        """Charge the block to the policy and not to the stage. In a stage, the limit is the stage's budget for this.
 
-        Nothing is done where the time is accounted for already (`standing_in_line`): by the agent's own budget, say.
+        Has no effect where the time is already accounted for (`standing_in_line`), for example by the agent's own
+        budget.
 
         Raises:
-            BudgetExceeded: all of it is used up. The block was cancelled.
+            BudgetExceeded: the limit is reached, and the block was cancelled.
         """
         if self._lines or self.stage_scope is None:
             yield
@@ -425,25 +418,25 @@ class RolloutContext:
             raise BudgetExceeded(self._stage, self._agents_s, self._agents_used_s, "agent_budget")
 
     def stage_left_s(self) -> float:
-        """Return the seconds that are left of the stage's budget; infinite outside of a stage."""
+        """Return the remaining seconds of the stage's budget; infinite outside a stage."""
         return math.inf if self.stage_scope is None else self.stage_scope.deadline - trio.current_time()
 
     def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
-        """Count the time of a new stage from zero; time in which the job waits for nothing else is charged to `own`."""
+        """Count the time of a new stage from zero; time without other waits is charged to `own`."""
         self.stage_scope, self.uncharged_s, self._lines = scope, 0.0, 0
         self._stage = "eval" if own == "evaluator" else "run"
         self._agents_s, self._agents_used_s = self.stage_left_s(), 0.0
         self.activity.begin_stage(own)
 
     def log_evaluation(self, text: str) -> None:
-        """Add to the evaluator's log, which reaches the trainer however the evaluation ends.
+        """Append to the evaluator's log, which reaches the trainer however the evaluation ends.
 
-        Halves of characters, which have no form on the wire, become question marks.
+        Lone surrogates, which cannot be sent, become question marks.
         """
         self.evaluation_log.append(text.encode(errors="replace").decode())
 
     def begin_dialogue(self, conversation: Conversation, origin: Origin | None = None) -> int:
-        """Record `conversation` as a new dialogue and return its number; its tokens go to the rollout's memory.
+        """Record `conversation` as a new dialogue and return its number; its tokens use the rollout's memory.
 
         With `origin` None it becomes the conversation of the task's agent.
 
@@ -466,13 +459,13 @@ class RolloutContext:
             self.on_turn(turn)
 
     def trajectory(self) -> Trajectory | None:
-        """A copy of what was recorded so far; None before the first completion."""
+        """Return a copy of the trajectory recorded so far; None before the first completion."""
         return self._trajectory(Conversation.segments) if self.turns and self.dialogues else None
 
     def sealed_trajectory(self) -> Trajectory | None:
-        """Return the trajectory without a copy: its arrays are views of `tokens`, valid until those are released.
+        """Return the trajectory without a copy: its arrays are views of `tokens`, valid until they are released.
 
-        Nothing can be recorded afterwards.
+        No recording is possible afterwards.
         """
         trajectory = self._trajectory(Conversation.seal) if self.dialogues else None
         return trajectory if self.turns else None

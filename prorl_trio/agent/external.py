@@ -1,4 +1,4 @@
-"""An agent that is elsewhere: in a notebook, in a service, in another cluster. The rollout waits for it in RUN."""
+"""A remote agent: in a notebook, in a service, in another cluster. The rollout waits for it in RUN."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from prorl_trio.types.programs import AgentOpened, FinishAgent
 
 FINISHED_KEPT = 4096
-"""Ends that are remembered, for callers who did not hear the answer."""
+"""Number of remembered ends, for callers that missed the answer."""
 LOOK_S = 0.5
-"""A job that ends while its agent is waited for is noticed so late."""
+"""Delay with which the end of a job is detected while callers wait for its offer."""
 
 
 class Offer:
-    """A rollout that waits for its agent. `finish` is set, and `finished`, when that says that it is done."""
+    """A rollout that waits for its agent. `finished` is set when the agent reports, with the report in `finish`."""
 
     def __init__(self, opened: AgentOpened, turns: Sequence[Turn]) -> None:
         self.opened = opened
@@ -33,7 +33,7 @@ class Offer:
 
 
 class ExternalAgents:
-    """The rollouts of a node that wait for agents elsewhere, by their jobs' ids.
+    """The rollouts of a node that wait for remote agents, by job id.
 
     Args:
         check_live: raises UnknownJob for a job that is not live on the node.
@@ -62,7 +62,7 @@ class ExternalAgents:
 
     async def _open(self, request: OpenAgent) -> AgentOpened:
         await trio.lowlevel.checkpoint()
-        with trio.move_on_after(request.wait_s):  # noqa: ASYNC912 - what is there is given with no time at all
+        with trio.move_on_after(request.wait_s):  # noqa: ASYNC912 - works without any time as well
             while (offer := self._offers.get(request.job_id)) is None or offer.finished.is_set():
                 self._check_live(request.job_id)
                 with trio.move_on_after(LOOK_S):

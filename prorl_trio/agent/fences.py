@@ -1,4 +1,4 @@
-"""Fenced code blocks in a text, as CommonMark 0.31.2 (section 4.5) has them. Pure, and linear in the text."""
+"""Fenced code blocks in a text, as in CommonMark 0.31.2 (section 4.5). Pure, and linear in the text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PYTHON: Final = frozenset({"python", "python3", "py", "py3", "ipython", "ipython3"})
-"""The names that models give to Python in the info string of a fence, in lower case."""
+"""The names that models use for Python in the info string of a fence, in lower case."""
 
 MAX_BLOCKS: Final = 500
-"""Blocks that are looked at in one turn of a policy."""
+"""Limit of blocks read in one turn of a policy."""
 
 _FENCE: Final = re.compile(
     r"(?<![^\r\n])(?=[ \t0-9*+`~-])([ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(`{3,}|~{3,})([^\r\n]*)(?:\r\n|\r|\n|\Z)"
@@ -45,9 +45,9 @@ class FencedBlock(NamedTuple):
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     """Yield the fenced blocks of a text in order.
 
-    A fence is a line of its own, after a list marker at most. It is closed by a line of the same character, at least
-    as long, and less than four columns deeper than it. Unlike in CommonMark, a fence may be indented by any amount:
-    models nest lists without counting columns.
+    A fence is on its own line, with at most a list marker before it. It is closed by a line of the same character that
+    is at least as long, and indented less than four columns deeper. Unlike in CommonMark, a fence may be indented by
+    any amount, because models nest lists without counting columns.
     """
     if "```" not in text and "~~~" not in text:
         return

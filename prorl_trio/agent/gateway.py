@@ -1,8 +1,8 @@
-"""The gateway of a rollout: what a program asks of a model is answered by the policy, in token-exact dialogues.
+"""The gateway of a rollout: the policy answers a program's requests to a model, in token-exact dialogues.
 
-A program sends its whole history with each request, as text. The turns that the policy took are found in it again, and
-the engine gets their stored tokens, bit for bit, with what was said since. A history that continues no stored turn
-begins a segment, which says why. Each sampled token is delivered once.
+A program sends its whole history as text with each request. The gateway finds the policy's turns in it, and sends their
+stored tokens to the engine, bit for bit, followed by the new messages. A history that continues no stored turn begins a
+segment, which records the reason. Each sampled token is delivered once.
 """
 
 from __future__ import annotations
@@ -60,22 +60,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALLS_FOR_A_TURN: Final = 4
-"""Requests that a program may make for each turn of `max_turns`, sampled or not: one with a wrong limit never stops."""
+"""Requests per turn of `max_turns`, sampled or not, because a program with a wrong limit would never stop."""
 SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
-"""A new dialogue of so many characters is rendered and encoded in a thread."""
+"""A new dialogue with this many characters is rendered and encoded in a thread."""
 MESSAGE_CHARS: Final = 50
 TOOL_CHARS: Final = 500
-"""Characters of text that take as long to render as a message, or a tool, besides its text."""
+"""Number of text characters that take as long to render as the frame of one message or tool."""
 NO_TOOLS: Final = digest([])
 
 
 class RolloutOver(ProrlError):
-    """Nothing more is sampled for the program: its rollout has ended, or it has asked too often."""
+    """The program gets no more turns, because its rollout has ended or it sent too many requests."""
 
 
 class BadQuestion(ProrlError):
-    """A request that can never be answered: the message says what is wrong, and `field` where, if it is one field."""
+    """A request that can never be answered.
+
+    The message names the error, and `field` the field, if it is a single one.
+    """
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -84,20 +87,20 @@ class BadQuestion(ProrlError):
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """An assistant's turn in the tree of histories; the root stands before all of them.
+    """An assistant's turn in the tree of histories; the root comes before all turns.
 
     Attributes:
-        said: as it was served, or as the client gave it; None while it is sampled.
-        key: planted in it; empty if we have not sampled it.
-        line: the dialogue that it is in.
-        index: of its completion there; -1 if it is no completion of that one.
-        answer: None while it is sampled, and for one that the client gave.
+        said: the message as served, or as given by the client; None while it is sampled.
+        key: the key planted in it; empty if it was not sampled here.
+        line: its dialogue.
+        index: index of its completion in the dialogue; -1 if it was not sampled there.
+        answer: None while it is sampled, and for a client's turn.
         error: why it was not sampled.
-        done: it was sampled, or that failed.
-        wants, at_most: what it was asked to be, and how many tokens at most; None and 0 for one that the client gave.
+        done: set when sampling has succeeded or failed.
+        wants, at_most: the requested form and maximum tokens; None and 0 for a client's turn.
         resent: its answer was sent a second time.
         seen: a later request had it in its history.
-        following: turns after it, by the digest of what was said between.
+        following: the turns after it, by the digest of the messages between.
     """
 
     said: Said | None = None
@@ -119,12 +122,12 @@ class _Line:
     """A dialogue.
 
     Attributes:
-        system: digest of the messages of the system at its beginning.
-        opening: number and digest of all that was said before the first turn.
-        after: the dialogue whose work it goes on with, in other words; None: it is nobody's.
-        tip: the last turn in it.
-        last: what the policy said in the last that was sampled, and the number of that among the rollout's.
-        sampled: turns of it that were.
+        system: digest of the system messages at its beginning.
+        opening: number and digest of all messages before the first turn.
+        after: the dialogue whose work it continues under another history, or None.
+        tip: its last turn.
+        last: text of the last sampled turn, and the number of that turn in the rollout.
+        sampled: number of sampled turns.
     """
 
     turns: Turns
@@ -139,7 +142,7 @@ class _Line:
 
     @property
     def first(self) -> _Line:
-        """Return the dialogue in which the work began that this one goes on with."""
+        """Return the dialogue in which the work of this dialogue began."""
         line = self
         while line.after is not None:
             line = line.after
@@ -147,14 +150,14 @@ class _Line:
 
 
 class _Place(NamedTuple):
-    """Where a history leads.
+    """The place of a history in the tree.
 
     Attributes:
         turn: the deepest turn that it continues.
-        depth: assistant's messages up to there.
-        rest: what comes after that turn. Where an assistant's message is among it, it is one that we do not know.
-        key: of `turn.following`, for what comes up to the next assistant's message.
-        echoes: how each turn on the way came back.
+        depth: number of assistant messages up to that turn.
+        rest: the messages after that turn. Any assistant message among them is unknown here.
+        key: key in `turn.following` for the messages up to the next assistant message.
+        echoes: how each turn on the path was echoed.
     """
 
     turn: _Turn
@@ -165,19 +168,19 @@ class _Place(NamedTuple):
 
     @property
     def continues(self) -> bool:
-        """Return whether every assistant's message in the history is a turn that is known."""
+        """Return whether every assistant message in the history is a known turn."""
         return not any(message.role == "assistant" for message in self.rest)
 
 
 class Gateway:
-    """Answers a program's questions for one rollout. Made by `open_gateway`.
+    """Answers a program's requests for one rollout. `open_gateway` creates it.
 
     Attributes:
-        calls: questions so far.
-        joined: of those, answered by a turn that was asked for before.
-        failure: of the infrastructure; nothing is answered any more.
-        limit: the last one that a client was told of.
-        program: the time of the program that asks, which is not charged while the policy answers.
+        calls: number of requests so far.
+        joined: number of requests answered by a turn that was requested before.
+        failure: an infrastructure failure, after which all requests are refused.
+        limit: the last limit that was reported to a client.
+        program: the time of the requesting program, which is not charged while the policy answers.
     """
 
     def __init__(self, context: RolloutContext, lease: Lease, budget: AgentBudget, nursery: trio.Nursery) -> None:
@@ -200,15 +203,15 @@ class Gateway:
         return f"<Gateway of {self.context.spec.job_id}: {self.calls} calls, {len(self._lines)} dialogues>"
 
     async def ask(self, question: Question) -> Answer:
-        """Return the policy's turn after what `question` says.
+        """Return the policy's turn after the messages of `question`.
 
-        A cancel leaves the turn to be sampled to its end: a client that asks again gets it.
+        A cancelled turn is still sampled to its end, and a client that repeats the request receives it.
 
         Raises:
             BadQuestion: it can never be answered.
-            ContextLengthExceeded: there is no room for another turn.
+            ContextLengthExceeded: another turn does not fit.
             RolloutOver: the rollout has ended, or its calls are used up.
-            ProrlError: infrastructure failed, and the rollout with it.
+            ProrlError: infrastructure failed, which ends the rollout.
         """
         self._admit()
         with self._reading():
@@ -231,9 +234,9 @@ class Gateway:
         return turn.answer
 
     async def count_tokens(self, question: Question) -> int:
-        """Return the length of the prompt that a question would make, in tokens. Raises BadQuestion.
+        """Return the length of a question's prompt in tokens, or a lower bound if it is far too long.
 
-        Of a prompt that is far too long it is a lower bound.
+        Raises BadQuestion.
         """
         try:
             with self._reading():
@@ -242,19 +245,19 @@ class Gateway:
             return exc.prompt_tokens
 
     def end(self, why: str) -> None:
-        """Answer no more questions: `why` is what clients are told. Idempotent."""
+        """Refuse all further questions, with `why` as the message to clients. Idempotent."""
         self._over = self._over or why
 
     @property
     def context_tokens(self) -> int:
-        """Return the most tokens that a dialogue may have."""
+        """Return the maximum number of tokens in a dialogue."""
         return self.context.resources.max_trajectory_tokens(self.context.spec, self._lease.info.max_model_len)
 
     def final_turn(self) -> ParsedTurn | None:
-        """Return what the policy said last in the task's own dialogue; None if it has said nothing.
+        """Return the policy's last message in the task's own dialogue; None before its first turn.
 
-        That is the one with most turns, the first of several, with all that go on with its work: where a client
-        rewrites its history each time, they have a turn each.
+        This is the first dialogue with the most turns, counted with all dialogues that continue its work. If a client
+        rewrites its history each time, each of these dialogues has one turn.
         """
         turns: Counter[int] = Counter()
         said: dict[int, tuple[int, ParsedTurn]] = {}
@@ -278,9 +281,9 @@ class Gateway:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raise BadQuestion in place of whatever a question makes of the code in the block that reads it.
+        """Raise BadQuestion instead of any error that a question causes in the block that reads it.
 
-        What a program sends is the policy's doing, as its arguments for a tool are: it voids no rollout.
+        A program's request is the policy's act, like the arguments of a tool, so it must not void the rollout.
         """
         try:
             yield
@@ -293,16 +296,16 @@ class Gateway:
     # ------------------------------------------------------------ histories
 
     def _messages_of(self, question: Question) -> list[Said]:
-        """Return what a question says, in normal form. Raises ContextLengthExceeded: it has too many parts to be read.
+        """Return a question's messages in normal form. Raises ContextLengthExceeded if it has too many parts to read.
 
-        Each message and each tool is a token at least. Even empty ones take their time in the loop.
+        Each message and each tool is at least one token. Even empty ones take time in the loop.
         """
         if (parts := len(question.messages) + len(question.tools)) > self.context_tokens:
             raise ContextLengthExceeded(parts, self.context_tokens)
         return normal(question.messages)
 
     def _find(self, messages: Sequence[Said], question: Question) -> _Place:
-        """Follow a history from its beginning, as far as it is one of ours: to the deepest turn that it continues."""
+        """Follow a history from its beginning through known turns, to the deepest turn that it continues."""
         tools = digest(question.tools)
         starts = [0, *(at + 1 for at, message in enumerate(messages) if message.role == "assistant")]
         best: _Place | None = None
@@ -322,10 +325,9 @@ class Gateway:
         return best
 
     def _echo(self, message: Said, turn: _Turn) -> Echo | None:
-        """Return how an assistant's message echoes a turn; None if it does not."""
         if turn.said is None:
             return None
-        if turn.answer is None:  # given by the client, whose words it is
+        if turn.answer is None:  # the client's own words
             return alike(message, turn.said, drops_reasoning=False)
         echo = alike(message, turn.said, drops_reasoning=self._keeps_reasoning)
         if message.key:
@@ -333,10 +335,10 @@ class Gateway:
         return echo
 
     def _asked_before(self, place: _Place, question: Question) -> _Turn | None:
-        """Return the turn that a question was asked for before, if it is to be answered with that one again.
+        """Return the turn of an earlier identical question, if it can answer this one as well.
 
-        That is one that is being sampled; or one whose answer no later history has, once. One that is longer than is
-        asked for now, or was cut where more is allowed now, is no answer.
+        Such a turn is still being sampled, or no later history contains its answer; a finished turn is resent only
+        once. A turn that exceeds the current limit, or was cut below it, does not qualify.
         """
         at_most = self._at_most(question)
         for turn in place.turn.following.get(place.key, ()) if place.continues else ():
@@ -354,15 +356,14 @@ class Gateway:
         return None
 
     def _at_most(self, question: Question) -> int:
-        """Return how many tokens the answer to a question may have."""
         most = self.context.spec.sampling.max_output_tokens
         return min(most, question.max_tokens or most)
 
     def _rest(self, messages: Sequence[Said], question: Question) -> Answer:
-        """Return what a client lacks of a turn whose stream broke off, where it goes on from the part that it has.
+        """Return the missing part of a turn after an interrupted stream, from the end of the client's part.
 
         Raises:
-            BadQuestion: there is no message, or the last is the beginning of no turn of the policy.
+            BadQuestion: the history is empty, or the last message does not begin like any turn of the policy.
         """
         if not messages:
             raise BadQuestion("there is no message: a turn comes after a user's, a system's or a tool's")
@@ -378,7 +379,7 @@ class Gateway:
     # ------------------------------------------------------------ dialogues
 
     async def _answer(self, turn: _Turn, place: _Place, question: Question, messages: Sequence[Said]) -> None:
-        """Have the policy take a turn, and tell all who wait for it. A failure of ours ends the rollout."""
+        """Sample a turn of the policy, and notify all waiting requests. An infrastructure failure ends the rollout."""
         try:
             if self._turns_begun >= self.context.spec.max_turns:
                 self.limit = "max_turns"
@@ -410,7 +411,7 @@ class Gateway:
             turn.done.set()
 
     async def _line_for(self, turn: _Turn, place: _Place, question: Question, messages: Sequence[Said]) -> _Line:
-        """Return the dialogue that a turn belongs to, in which all is said that comes before it. Errors as `ask`."""
+        """Return the dialogue of a turn, with all messages before it. Errors as `ask`."""
         after = place.turn
         if place.continues and after.line is not None and after.index >= 0:
             line = after.line
@@ -424,7 +425,7 @@ class Gateway:
         return line
 
     def _plant(self, line: _Line, messages: Sequence[Said], question: Question, turn: _Turn) -> None:
-        """Note a history that we do not know, so that later ones are found to continue `turn`, which comes after it."""
+        """Record an unknown history, so that later ones are found to continue `turn`, which comes after it."""
         at, between = self._root, list[Said]()
 
         def key() -> bytes:
@@ -441,13 +442,13 @@ class Gateway:
         at.following.setdefault(key(), []).append(turn)
 
     def _say(self, line: _Line, between: Sequence[Said]) -> None:
-        """Say to the policy what came after a turn of it."""
+        """Add the messages after the last turn to the dialogue."""
         turns, messages = line.turns, self._as_messages(between)
         if found := turns.conversation.count_beyond(messages, turns.limit):
             raise ContextLengthExceeded(len(turns.conversation) + found, turns.limit)
         try:
             too_many = turns.say(messages)
-        except (HandlerError, TokenDrift):  # GLM's template opens a system message with what closes no turn
+        except (HandlerError, TokenDrift):  # GLM's template opens a system message with tokens that close no turn
             try:
                 too_many = turns.say(list(_joined(map(_as_user, messages))))
             except HandlerError as exc:
@@ -460,7 +461,7 @@ class Gateway:
             self._lines.append(line)
 
     def _branch(self, after: _Turn, question: Question) -> _Line:
-        """Return a dialogue that goes on from an earlier turn of another one; `_say` begins it."""
+        """Return a dialogue that continues from an earlier turn of another dialogue; `_say` begins it."""
         assert after.line is not None
         of = after.line.turns
         conversation, place = of.conversation.branch(after.index), of.conversation.completion_ranges[after.index]
@@ -483,7 +484,7 @@ class Gateway:
         opened = next((at for at, each in enumerate(messages) if each.role == "assistant"), len(messages))
         opening = opened, context_digest(messages[:opened])
         line = _Line(turns, digest(question.tools), context_digest(messages[:begun]), opening)
-        # Some programs ask for a title before they begin with the task: that has no tools, and is nobody's parent.
+        # Some programs ask for a title before they begin the task: a request without tools, which has no successor.
         is_own = line.tools != NO_TOOLS and all(each.tools == NO_TOOLS for each in self._lines)
         if self._lines and not is_own:
             line.origin = self._origin(place, question, messages, line)
@@ -495,7 +496,7 @@ class Gateway:
         return line
 
     def _origin(self, place: _Place, question: Question, messages: Sequence[Said], line: _Line) -> Origin:
-        """Return where a dialogue that continues no turn comes from."""
+        """Return the origin of a dialogue that continues no turn."""
         beside = next((each for each in place.turn.following.get(place.key, ()) if each.line), None)
         keyed = next((self._by_key[each.key] for each in reversed(messages) if each.key in self._by_key), None)
         near = place.turn if place.turn.line is not None else keyed or beside
@@ -523,7 +524,7 @@ class Gateway:
         at_most = self.context_tokens
         try:
             return Conversation(chat_format, rendered, tools, at_most=at_most)
-        except HandlerError:  # many templates know a system message at the beginning alone
+        except HandlerError:  # many templates allow a system message only at the beginning
             first = 1 if rendered and rendered[0].role == "system" else 0
             as_user = [*rendered[:first], *_joined(map(_as_user, rendered[first:]))]
             try:
@@ -532,7 +533,6 @@ class Gateway:
                 raise BadQuestion(f"the model's chat template does not take these messages: {exc}") from exc
 
     def _as_messages(self, messages: Sequence[Said]) -> list[ChatMessage]:
-        """Return messages as chat templates know them."""
         return list(_joined(map(self._as_message, messages)))
 
     def _as_message(self, message: Said) -> ChatMessage:
@@ -546,7 +546,7 @@ class Gateway:
                 return ChatMessage(role=role, content=message.text)
 
     def _spoken(self, message: Said) -> str:
-        """Return the text of an assistant's message with its reasoning, where the family has a form for that."""
+        """Return the text of an assistant message with its reasoning, if the family has a form for reasoning."""
         if not message.reasoning or "<think>" not in self.context.resources.chat_format.family.syntax.thoughts:
             return message.text
         return f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
@@ -554,7 +554,7 @@ class Gateway:
     # ------------------------------------------------------------ forms
 
     def _check_form(self, question: Question) -> None:
-        """Raise BadQuestion if a turn cannot be kept to the form that a question wants it in."""
+        """Raise BadQuestion if a turn cannot be constrained to the form of a question."""
         if (form := question.form) is None:
             return
         info, family = self._lease.info, self.context.resources.chat_format
@@ -576,7 +576,7 @@ class Gateway:
         raise BadQuestion(f"{form.field}: {why}", form.field)
 
     def _guide(self, question: Question, conversation: Conversation) -> Guide | None:
-        """Return the form of a question as an engine takes it."""
+        """Return the form of a question as a constraint for an engine."""
         if (form := question.form) is None:
             return None
         formats = [] if form.schema is None else [json_format(form.schema)]
@@ -635,7 +635,7 @@ def _reason(
     line: _Line,
     lines: Sequence[_Line],
 ) -> SegmentReason:
-    """Return why a history that continues no turn is another one, as far as it shows; `lines` are those so far."""
+    """Return the likely reason why a history continues no turn; `lines` are the dialogues so far."""
     if near is None:
         if line.tools == parent.tools and line.system == parent.system:
             return "branch" if _skips_turns(parent, lines, messages) else "compaction"
@@ -647,9 +647,9 @@ def _reason(
 
 
 def _skips_turns(parent: _Line, lines: Sequence[_Line], messages: Sequence[Said]) -> bool:
-    """Return whether a history goes on from the opening of a dialogue, with no summary in the place of its turns.
+    """Return whether a history continues the opening of a dialogue, without a summary instead of its turns.
 
-    A summary is what the policy has said last in a dialogue, or said when it was asked for a compaction.
+    A summary is the policy's last message in a dialogue, or its answer to a request for compaction.
     """
     count, opening = parent.opening
     if len(messages) <= count or context_digest(messages[:count]) != opening:
@@ -681,7 +681,7 @@ def _as_user(message: ChatMessage) -> ChatMessage:
 
 
 def _joined(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
-    """Yield messages with neighbours of role `system`, or of role `user`, as one: many templates know one in a row."""
+    """Yield messages with adjacent `system` or `user` messages joined, as many templates reject two in a row."""
     last: ChatMessage | None = None
     for message in messages:
         if last is not None and last.role == message.role and message.role in ("system", "user"):
@@ -696,10 +696,10 @@ def _joined(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
 
 @asynccontextmanager
 async def open_gateway(context: RolloutContext) -> AsyncIterator[Gateway]:
-    """Answer a program's questions for a rollout during the block, by a backend that is leased for all of it.
+    """Answer a program's requests for a rollout during the block, with one backend that is leased for the whole block.
 
-    The block is cancelled where infrastructure fails, or the budget `agent_s` is used up; `context.stop_reason` is
-    `agent_budget` then. The time of a program is charged as that of a tool is: `with gateway.budget.tool("agent"):`.
+    The block is cancelled if infrastructure fails, or if the budget `agent_s` is used up; `context.stop_reason` is then
+    `agent_budget`. A program's time is charged like a tool's: `with gateway.budget.tool("agent"):`.
 
     Raises:
         StaleTrajectory, BackendError, TokenDrift: as `run_agent`.

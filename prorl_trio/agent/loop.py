@@ -1,4 +1,4 @@
-"""The RUN loop: policy call -> tool calls -> observations -> next turn, until the agent is done or a limit is met."""
+"""The RUN loop: policy call -> tool calls -> observations -> next turn, until the end or a limit."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 LONG_REPLY_CHARS = 16_000
 """Replies of this length are rendered and encoded in a thread."""
 LONG_DIALOGUE_TOKENS = 16_000
-"""Replies in a longer dialogue are, too: some templates are rendered over all of it."""
+"""In longer dialogues, all replies are rendered in a thread: some templates render the whole dialogue."""
 MAX_FITTINGS = 4
-"""Attempts to fit observations to the room that is left, before the loop ends for lack of it."""
+"""Attempts to fit observations into the remaining room, before the loop ends."""
 
 
 class NewDialogue(NamedTuple):
-    """A beginning from which an agent goes on in place of its dialogue so far, which stays recorded as it is.
+    """A beginning from which an agent continues instead of its dialogue so far, which stays recorded unchanged.
 
-    A new segment begins, whose parent is the one before, with `reason`: `compaction` where `messages` are a shorter
-    form of what was said, `template_rewrite` where old reasoning was taken out of them, `retry` where a step is to be
-    tried again from where it began.
+    A new segment begins, whose parent is the previous segment, with `reason`. It is `compaction` if `messages`
+    summarise the dialogue, `template_rewrite` if old reasoning was removed, `retry` if a step is retried from its
+    beginning.
     """
 
     messages: Sequence[ChatMessage]
@@ -56,13 +56,13 @@ class NewDialogue(NamedTuple):
 
 
 BeforeTurn = Callable[[Conversation, int], Awaitable[NewDialogue | None]]
-"""Asked before each turn but the first, with the dialogue so far, whose length is in tokens, and the tokens that there
-is room for after it. None: go on as it is. What was said is in `RolloutContext.turns`. A summary may be asked of the
-policy itself, by `run_sub_agent`."""
+"""Called before each turn but the first, with the dialogue so far, and its remaining room in tokens. None: continue
+unchanged. `RolloutContext.turns` has the previous turns. It may ask the policy itself for a summary with
+`run_sub_agent`."""
 
 
 class AgentEnd(NamedTuple):
-    """The end of an agent's work, and its answer, if it gave one."""
+    """The end of an agent's work, with its answer, if any."""
 
     stop_reason: StopReason
     answer: str | None
@@ -77,26 +77,25 @@ async def run_agent(
     before_turn: BeforeTurn | None = None,
     after_answer: AfterAnswer | None = None,
 ) -> None:
-    """Work on `messages` until the agent is done; everything is recorded in `context` turn by turn.
+    """Work on `messages` until the agent is done; every turn is recorded in `context`.
 
-    All calls of the task go to one backend, leased for the whole loop and released whatever happens; no budget is
-    charged for the wait for one. Sets `context.stop_reason`, and `context.answer` if the agent gave one. When the
-    budget `agent_s` is used up (see `agent.budget`), the loop ends with `agent_budget`: the call in flight is aborted,
-    and what was recorded is the agent's work, the tokens of that call included. It ends in the same way before a turn
-    that would be too stale because of the time that the agent's tools have taken. Cancellation, too, aborts it and
-    leaves what was recorded.
+    All calls of the task use one backend, leased for the whole loop and always released; waiting for a backend is
+    charged to no budget. Sets `context.stop_reason`, and `context.answer` if there is an answer. When the budget
+    `agent_s` is used up (see `agent.budget`), the loop ends with `agent_budget`: the call in flight is aborted, and its
+    tokens are part of the recorded work. The loop also ends this way before a turn that would be too stale because of
+    the time that the agent's tools have taken. Cancellation aborts the call in flight as well, and leaves the record.
 
-    Where the job names a program as its agent, that works on `messages` instead, with tools of its own: see
+    If the job names a program as its agent, the program works on `messages` instead, with its own tools: see
     `prorl_trio.agent.program.run_program`.
 
     Raises:
-        ContextLengthExceeded: the first prompt does not fit, so there is nothing to record; or one of `before_turn`.
-        StaleTrajectory: the weights changed too often meanwhile, and not for the time of the agent's tools; or there
-            are tokens already that are too stale.
+        ContextLengthExceeded: the first prompt, or a prompt of `before_turn`, does not fit.
+        StaleTrajectory: the weights changed too often, and not because of the time of the agent's tools; or recorded
+            tokens are already too stale.
         BackendError, SandboxLost, TokenDrift: infrastructure failed.
     """
     resources = context.resources
-    if isinstance(context.spec.agent, AgentProgram):  # a name has become one
+    if isinstance(context.spec.agent, AgentProgram):  # a name was resolved to it
         await run_program(context, context.spec.agent, messages, style, after_answer)
         return
     context.tools = tools.schemas()
@@ -132,12 +131,12 @@ async def run_sub_agent(
     max_turns: int,
     before_turn: BeforeTurn | None = None,
 ) -> AgentEnd:
-    """Have another agent, of the same policy, work on `messages`, in the middle of a `run_agent`; return how it ended.
+    """Run another agent of the same policy on `messages` within a `run_agent`; return its end.
 
-    It is called by what `run_agent` calls: a tool that was made with the `context`, or `before_turn`. It works on the
-    backend, and within the budgets, of the agent that asks; several may work at once, in tasks of a nursery. Its
-    dialogue is a segment of its own in the trajectory, whose parent is the segment that it was asked in, with the
-    reason `sub_agent`; its turns are recorded as they come, that is before the turn that asked.
+    A tool that was made with the `context`, or `before_turn`, may call it. The agent uses the backend and the budgets
+    of its caller. Several may run concurrently in tasks of a nursery. Its dialogue is a separate segment of the
+    trajectory. The parent is the caller's current segment, with the reason `sub_agent`. Its turns are recorded as they
+    arrive, which is before the turn that called it.
 
     Raises:
         TooManyDialogues: see `context.MAX_DIALOGUES`.
@@ -162,10 +161,10 @@ async def run_sub_agent(
 
 @contextmanager
 def asking_service(context: RolloutContext, what: str) -> Iterator[None]:
-    """Wait, in a tool of the agent at work, for a service of the node's: a search, say.
+    """Wait, in a tool of the running agent, for a service of the node, such as a search.
 
-    What a service takes to answer is charged to the agent, as the time of its tools is. The time of one that fails (an
-    exception leaves the block), or hangs until a budget ends the wait, is charged to the stage, and is nobody's doing.
+    The time of a successful answer is charged to the agent, like the time of its tools. If the service fails (an
+    exception leaves the block), or hangs until a budget ends the wait, the time is charged to the stage, without blame.
 
     Raises:
         RuntimeError: it was not called from within the `run_agent` of this rollout.
@@ -181,11 +180,11 @@ def asking_service(context: RolloutContext, what: str) -> Iterator[None]:
 
 
 _at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
-"""The innermost agent, for whom it calls."""
+"""The innermost running agent, on whose behalf calls are made."""
 
 
 class _Taken(NamedTuple):
-    """A turn that was taken. `fits`: there was room to reply to it. `results`: what its calls returned."""
+    """A completed turn. `fits`: there was room to reply to it. `results`: the results of its calls."""
 
     turn: SampledTurn
     calls: list[ToolCall]
@@ -199,7 +198,7 @@ def _understood(calls: Sequence[ToolCall]) -> bool:
 
 @dataclass(slots=True)
 class _Agent:
-    """An agent at work, with what it has given as its answer."""
+    """A running agent, with its answer."""
 
     turns: Turns
     tools: ToolSet
@@ -210,10 +209,9 @@ class _Agent:
     nudges_left: int = 0
     reflections_left: float = math.inf
     tool_time: ToolTime | None = None
-    """The time of the tool that is at work."""
+    """The time of the running tool."""
 
     async def work(self, max_turns: int) -> StopReason:
-        """Turn after turn, until the agent is done."""
         token = _at_work.set(self)
         try:
             return await self._take_turns(max_turns)
@@ -243,13 +241,13 @@ class _Agent:
         return self._reason(taken, "max_turns")
 
     def _reason(self, last: _Taken, otherwise: StopReason) -> StopReason:
-        """Why the loop ends after the turn `last`: what was wrong with that one, if anything was."""
+        """Return why the loop ends after the turn `last`: the turn's own problem, or `otherwise`."""
         if _understood(last.calls):
             return otherwise
         return self.turns.cut_short(last.turn) or ("parse_error" if last.calls else otherwise)
 
     async def _go_on(self, taken: _Taken, *, is_last: bool) -> StopReason | None:
-        """Ask `after_answer`, and say what it says to the policy; return why the loop ends, if it does."""
+        """Call `after_answer`, and add its messages to the dialogue; return why the loop ends, if it does."""
         assert self.answer is not None
         told = await self.after_answer(self.answer) if self.after_answer is not None and not is_last else None
         if told is None:
@@ -259,7 +257,6 @@ class _Agent:
         return "context_budget" if self.turns.say([*results, *told]) else None
 
     async def _look_back(self) -> bool:
-        """Ask `before_turn`; whether it began another dialogue."""
         turns = self.turns
         new = await self.before_turn(turns.conversation, turns.room) if self.before_turn is not None else None
         if new is not None:
@@ -267,7 +264,7 @@ class _Agent:
         return new is not None
 
     async def _take_turn(self, turn: int, *, is_last: bool) -> _Taken:
-        """Sample, do what was asked for, and say what came of it; recorded also where that is cut short."""
+        """Sample a turn, carry out its calls, and reply; the turn is recorded even if this is cut short."""
         sampled = await self.turns.sample(turn)
         parsed = sampled.parsed
         calls = parsed.tool_calls or self.style.implied_calls(parsed)
@@ -285,23 +282,23 @@ class _Agent:
         return _Taken(sampled, calls, fits, [each.text for each in observations])
 
     def _is_answered(self, calls: Sequence[ToolCall]) -> bool:
-        """Return whether the policy gets an answer to its turn, or a reminder; if not, its loop is over."""
+        """Return whether the policy gets a reply to its turn, or a reminder; if not, its loop ends."""
         return self.nudges_left > 0 if not calls else _understood(calls) or self.reflections_left > 0
 
     async def _reply(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
-        """See `_reply_now`. In a thread where much is rendered and encoded."""
+        """Call `_reply_now`, in a thread if there is much to render and encode."""
         characters = sum(len(observation.text) for observation in observations)
         if characters < LONG_REPLY_CHARS and len(self.turns.conversation) < LONG_DIALOGUE_TOKENS:
             return self._reply_now(calls, observations)
         return await run_sync(self._reply_now, calls, observations)
 
     def _reply_now(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
-        """Say to the policy what came of its turn: results, or a reminder.
+        """Reply to the policy's turn with results or a reminder.
 
-        The longest results are cut where there is no room for all, with room for another turn. `observations` are then
-        what the policy was shown.
+        If space is short, the longest results are cut so that another turn fits. `observations` are then changed to the
+        text that the policy was shown.
 
-        False: not even that fits, and nothing was said.
+        Return False if not even that fits; the dialogue is then unchanged.
         """
         turns, texts = self.turns, [observation.text for observation in observations]
         before, messages = len(turns.conversation), self._messages(calls, texts)
@@ -323,17 +320,16 @@ class _Agent:
             if not too_many:
                 observations[:] = map(Observation.with_text, observations, fitted)
                 return True
-            around += too_many  # cut texts are encoded otherwise where they were cut
+            around += too_many  # cut texts encode differently at the cuts
         return False
 
     def _messages(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[ChatMessage]:
-        """Return the messages to the policy after its turn."""
         if not calls:
             return [ChatMessage(role="user", content=self.style.nudge())]
         return [ChatMessage(role="tool", content=text, name=call.name) for call, text in zip(calls, texts, strict=True)]
 
     async def _act(self, calls: Sequence[ToolCall], observations: list[Observation]) -> None:
-        """Carry the calls out in order, each result into `observations`; none after one that ends the episode."""
+        """Carry out calls in order, adding results to `observations`, until a call ends the episode."""
         context = self.turns.context
         for call in calls:
             if self.answer is not None:
@@ -348,4 +344,4 @@ class _Agent:
             observations.append(observation)
             self.answer = observation.answer
             if self.answer is None:
-                await pass_turnstile()  # before the reply is rendered, and the next turn begun
+                await pass_turnstile()  # before the reply is rendered and the next turn begins

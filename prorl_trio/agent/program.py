@@ -1,7 +1,7 @@
-"""An agent that is a program of somebody else's: it works in the task's sandbox, and the gateway answers its calls.
+"""A foreign program as an agent: it works in the task's sandbox, and the gateway answers its calls.
 
-The handler's part is the same as with our own loop: its messages are the instruction, its style reads the answer, and
-it grades what was left. A program is run once for each instruction: again where `after_answer` has another one.
+The handler works as with our own loop: its messages are the instruction, its style reads the answer, and it grades the
+result. A program runs once per instruction, and again if `after_answer` returns another instruction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODEL: Final = "policy"
-"""The name that the model goes by, where a program does not choose one."""
+"""The model's name for a program that does not choose one."""
 INSTRUCTION: Final = "{instruction}"
 MAX_LOG_BYTES: Final = 64 * 1024
 PREPARE_S: Final = 30.0
@@ -37,7 +37,7 @@ MAX_SAID_CHARS: Final = 2000
 
 
 def environment(address: Address, model: str) -> dict[str, str]:
-    """Return the variables in which the SDKs of the APIs look for the address, the key and the model."""
+    """Return the environment variables from which the SDKs read the address, the key and the model."""
     return {
         "OPENAI_BASE_URL": f"{address.url}/v1",
         "OPENAI_API_BASE": f"{address.url}/v1",
@@ -61,13 +61,13 @@ async def run_program(
     style: AgentStyle,
     after_answer: AfterAnswer | None = None,
 ) -> None:
-    """Have a program work on `messages`; what it asked of the policy is recorded, and `context.answer` set.
+    """Run a program on `messages`; record its requests to the policy, and set `context.answer`.
 
-    Its time is the policy's, as that of a tool is, but for the time in which the policy answers.
+    Its time is charged to the policy like a tool's, except while the policy answers.
 
     Raises:
-        AgentProgramFailed: it ended, or could not be started, or its time was over, before it had asked for a turn.
-        HandlerError: this node serves no programs, or the task has no sandbox.
+        AgentProgramFailed: it ended, could not be started, or timed out before it requested a turn.
+        HandlerError: this node serves no programs, or the task lacks a sandbox.
         Otherwise as `run_agent`.
     """
     sandbox, serve = None if program.external else context.sandbox, context.resources.serve_gateway
@@ -83,9 +83,9 @@ async def run_program(
                 end = await _run_once(context, gateway, sandbox, program, address, told)
             if not context.turns:
                 raise AgentProgramFailed(end.failure)
-            # After a turn, whatever becomes of the program may be the policy's doing, also in a later instruction.
+            # After a turn, the policy may have caused any failure of the program, also in a later instruction.
             has_asked = len(context.turns) > asked
-            # A limit that the program was told of counts, unless it ended well.
+            # A limit that was reported to the program counts, unless the program ended successfully.
             context.stop_reason = "finished" if end.is_well and has_asked else gateway.limit or "program_error"
             context.answer = end.answer
             if end.answer is None and has_asked and (last := gateway.final_turn()) is not None:
@@ -100,9 +100,9 @@ async def run_program(
 
 
 class _End(NamedTuple):
-    """The end of an agent's work: whether it says that it is done, its answer if it gave one, and words for a failure.
+    """The end of an agent's work: whether it reports success, its answer if any, and a message for a failure.
 
-    The last are for one that has not asked for a turn.
+    The message is used if the agent never requested a turn.
     """
 
     is_well: bool
@@ -117,7 +117,7 @@ async def _wait_for_another(
     address: Address,
     messages: Sequence[ChatMessage],
 ) -> _End:
-    """Offer an instruction to an agent elsewhere, and wait until that is done."""
+    """Offer an instruction to a remote agent, and wait until the agent has finished."""
     agents = context.resources.external_agents
     if agents is None:
         raise HandlerError("nobody can offer an agent to this node")
@@ -151,7 +151,10 @@ async def _run_once(
     address: Address,
     messages: Sequence[ChatMessage],
 ) -> _End:
-    """Run the program on one instruction, to its end, and log what it said. One that cannot be run has failed."""
+    """Run the program on one instruction to its end, and log its output.
+
+    A program that cannot start counts as failed.
+    """
     instruction = "\n\n".join(message.content for message in messages)
     env = {
         name: value.replace("{url}", address.url).replace("{key}", address.key) for name, value in program.env.items()
@@ -190,7 +193,7 @@ async def _prepared(
     address: Address,
     instruction: str,
 ) -> Started:
-    """Return how a preset's agent is started, with its files written into a folder of its own. Raises OSError."""
+    """Return how to start a preset's agent, after writing its files into a separate folder. Raises OSError."""
     preset = find_preset(program.preset)
     made = await sandbox.exec(["mktemp", "-d", "/tmp/agent-XXXXXXXX"], timeout_s=PREPARE_S)
     home = made.stdout.decode().strip()

@@ -1,7 +1,7 @@
-"""What a program says to a model, whatever its API: messages in normal form, questions, and answers.
+"""Messages of a program to a model in normal form, independent of its API; questions, and answers.
 
-Translators of the APIs make a `Question` of a request and a response of an `Answer`. The normal form keeps what was
-said, and drops how it was spelled: lists of blocks become text, arguments are parsed, marks of caches are gone.
+Translators of the APIs convert a request to a `Question`, and an `Answer` to a response. The normal form preserves the
+content and drops its notation: lists of blocks become text, arguments are parsed, cache markers are removed.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 
 KEY_DIGITS = 16
 _KEY = re.compile(rf"prorl([0-9a-f]{{{KEY_DIGITS}}})(?:c([0-9]+))?")
-"""A key as it is planted: of a turn, or of a call of it, which has a number."""
+"""A planted key: of a turn, or of a numbered call of the turn."""
 
 _ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
 _CLOSED = re.compile(r"\s*</\w+>\s*$")
-"""What ends a call, where its arguments do not end."""
+"""The closing tag of a call whose arguments are incomplete."""
 _canonical = msgspec.json.Encoder(order="sorted").encode
 
 
 def planted(key: str, call: int | None = None) -> str:
-    """Return the key of a turn, or of its call of that number, as clients get it: letters and digits alone."""
+    """Return the key of a turn, or of its call with that number, in the form for clients: only letters and digits."""
     return f"prorl{key}" if call is None else f"prorl{key}c{call}"
 
 
 def planted_key(text: str) -> str:
-    """Return the key of a turn in a field that a client has echoed; empty if there is none."""
+    """Return the key of a turn in a field that a client has echoed, or an empty string."""
     found = _KEY.search(text)
     return found[1] if found else ""
 
 
 def planted_call(text: str) -> int | None:
-    """Return the number of the call in an id that a client has echoed; None if it is not one of ours."""
+    """Return the number of the call in an id that a client has echoed; None if the id is not ours."""
     found = _KEY.search(text)
     return int(found[2]) if found and found[2] else None
 
 
 class SaidCall(msgspec.Struct, frozen=True):
-    """A call in a message. `arguments` is JSON text, or what stands there in its place."""
+    """A call in a message. `arguments` is JSON text, or other text at the same place."""
 
     name: str
     arguments: str
@@ -59,7 +59,7 @@ class SaidCall(msgspec.Struct, frozen=True):
 
     @property
     def parsed(self) -> Any:
-        """Return the arguments as an object; None if they are none."""
+        """Return the arguments as an object, or None."""
         try:
             value = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -67,7 +67,7 @@ class SaidCall(msgspec.Struct, frozen=True):
         return value if isinstance(value, dict) else None
 
     def says(self) -> tuple[str, str]:
-        """Return the name, and the arguments in one spelling."""
+        """Return the name, and the arguments in one canonical form."""
         value = self.parsed
         return self.name, self.arguments if value is None else json.dumps(value, sort_keys=True)
 
@@ -76,11 +76,11 @@ class Said(msgspec.Struct, frozen=True):
     """A message in normal form.
 
     Attributes:
-        text: what it says, without reasoning and calls.
-        reasoning, calls: of an assistant's message.
-        call_id: of a tool's result: the call that it answers.
-        name: of the tool.
-        key: planted in an assistant's message, and echoed; empty where the client has kept none.
+        text: its text, without reasoning and calls.
+        reasoning, calls: the reasoning and calls of an assistant message.
+        call_id: for a tool's result, the call that it answers.
+        name: for a tool's result, the name of the tool.
+        key: the echoed key that was planted in an assistant message; empty if the client dropped it.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -93,14 +93,14 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants a turn to be: JSON, or calls of tools, or one of the two where it has both.
+    """The form that a client requests for a turn: JSON, or calls of tools, or either if both are allowed.
 
     Attributes:
-        field: of the request, that says so.
-        schema: of the JSON; None: it may not be JSON.
-        calls: it may be calls.
-        tools: that may be called; empty: all that are offered.
-        one: no more than one call.
+        field: the field of the request that asks for it.
+        schema: schema of the JSON; None: JSON is not allowed.
+        calls: calls are allowed.
+        tools: tools that may be called; empty: all offered tools.
+        one: at most one call.
     """
 
     field: str
@@ -114,14 +114,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one turn.
 
     Attributes:
-        messages: in order; the last is no assistant's.
-        tools: as chat templates take them.
-        max_tokens: the most that the client wants; None: it does not say.
-        stops: texts at the first of which the turn ends, and what is served of it before.
-        agent, agent_type: who asks, as the client calls it.
-        kind: why a new segment begins, if one does, as the client says; None: it does not say.
-        form: that the turn is to be kept to; None: it may be anything.
-        no_calls: whatever the turn says is served as text, also what would be a call.
+        messages: in order; the last is not an assistant message.
+        tools: in the form of chat templates.
+        max_tokens: the client's limit, or None.
+        stops: texts that end the turn; only the part before the first occurrence is served.
+        agent, agent_type: the client's names for the requesting agent.
+        kind: the client's reason for a new segment, if one begins; None if not stated.
+        form: the required form; None: any form.
+        no_calls: the whole turn is served as text, even text that would be a call.
     """
 
     messages: list[Said]
@@ -136,12 +136,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants(self) -> Wants:
-        """Return what a turn has to be, to answer this question too."""
+        """Return the requirements for a turn that can answer this question."""
         return Wants(self.form, self.no_calls, tuple(self.stops))
 
 
 class Wants(NamedTuple):
-    """What a question wants of its turn, besides a limit of its length: see `Question`."""
+    """The requirements of a question for its turn, except a limit of its length: see `Question`."""
 
     form: Form | None = None
     no_calls: bool = False
@@ -152,15 +152,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """A turn of the policy, for the client.
 
     Attributes:
-        key: of the turn; see `planted`.
-        text, reasoning: what it says.
-        calls: what it calls, with planted ids. One that could not be read has its raw text as arguments where it names
-            a tool; else that is part of `text`.
+        key: key of the turn; see `planted`.
+        text, reasoning: the content of the turn.
+        calls: the calls, with planted ids. An unreadable call has its raw text as arguments if it names a tool;
+            otherwise it is part of `text`.
         finish_reason: why it ended.
-        stopped_at: the text of `Question.stops` that ended it; empty if none did.
-        prompt_tokens, completion_tokens: as the engine had them.
-        cached_tokens: of the prompt, that the dialogue had before.
-        reasoning_tokens: of the completion, about.
+        stopped_at: the text of `Question.stops` that ended it, or empty.
+        prompt_tokens, completion_tokens: token counts of the engine.
+        cached_tokens: tokens of the prompt that the dialogue had before.
+        reasoning_tokens: tokens of the reasoning, approximately.
     """
 
     key: str
@@ -176,9 +176,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _spelled(call: ToolCall) -> str:
-    """Return the arguments of a call that could not be read as they were sampled; where no JSON names them, all of it.
+    """Return the sampled arguments of an unreadable call; the whole call if no JSON marks the arguments.
 
-    A client reads them as a prefix of JSON, or finds only now that it has no such tool.
+    A client parses them as a prefix of JSON, or discovers only now that the tool does not exist.
     """
     found = _ARGUMENTS.search(call.raw)
     if found is None:
@@ -191,7 +191,7 @@ def _spelled(call: ToolCall) -> str:
 
 
 def served_calls(turn: ParsedTurn, key: str, *, no_calls: bool = False) -> tuple[str, list[SaidCall]]:
-    """Return the text of a turn as it is served, and its calls. See `Question.no_calls`."""
+    """Return the served text of a turn, and its calls. See `Question.no_calls`."""
     text, calls = turn.content, list[SaidCall]()
     for call in turn.tool_calls:
         if no_calls or (call.error and not call.name):
@@ -203,14 +203,14 @@ def served_calls(turn: ParsedTurn, key: str, *, no_calls: bool = False) -> tuple
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Return a text up to the first of `stops` in it, and that one; all of it, and nothing, where there is none."""
+    """Return a text up to the first occurrence of any of `stops`, and that stop; the whole text and "" without one."""
     found = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), ""))
     return text[:at], stop
 
 
 def rest_of(answer: Answer, has: Said) -> Answer | None:
-    """Return what of an answer comes after the part that a client has; None if that part is not its beginning."""
+    """Return the part of an answer after the client's part; None if the answer does not begin with that part."""
     had = [call.says() for call in has.calls]
     if not answer.text.startswith(has.text) or [call.says() for call in answer.calls[: len(had)]] != had:
         return None
@@ -225,10 +225,10 @@ def rest_of(answer: Answer, has: Said) -> Answer | None:
 
 
 def normal(messages: Iterable[Said]) -> list[Said]:
-    """Return a history in normal form: a turn is one message, and results are in the order of its calls, and named.
+    """Return a history in normal form: each turn is one message, and results are named and in the order of its calls.
 
-    Some clients write a message for each part of a turn. Its key counts where all of them have it: others may have been
-    put beside each other, and are not that turn any more.
+    Some clients write a message for each part of a turn. Their key counts only if all parts have the same key, because
+    other messages may have been joined, and are no longer that turn.
     """
     whole: list[Said] = []
     calls: Sequence[SaidCall] = ()
@@ -260,7 +260,7 @@ def _merged(parts: Sequence[Said]) -> Said:
 
 
 def _number(call_id: str, calls: Sequence[SaidCall]) -> int:
-    """Return the number of the call that a result answers; that of none behind them, if it is not known."""
+    """Return the number of the call that a result answers; an unknown call comes after all others."""
     found = next((number for number, call in enumerate(calls) if call_id and call.id == call_id), None)
     if found is None:
         found = planted_call(call_id)
@@ -268,23 +268,23 @@ def _number(call_id: str, calls: Sequence[SaidCall]) -> int:
 
 
 def digest(*parts: object) -> bytes:
-    """Return a digest of values that JSON has a form for."""
+    """Return a digest of values that can be encoded as JSON."""
     try:
         encoded = _canonical(parts)
-    except (UnicodeEncodeError, OverflowError):  # half a character, or a number of more than 64 bits
+    except (UnicodeEncodeError, OverflowError):  # a lone surrogate, or an integer of more than 64 bits
         encoded = json.dumps(parts, sort_keys=True, default=msgspec.to_builtins).encode()
     return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
 def context_digest(messages: Sequence[Said]) -> bytes:
-    """Return a digest of what was said between two turns of the policy. Ids of calls are none of it."""
+    """Return a digest of the messages between two turns of the policy, without ids of calls."""
     return digest([(each.role, each.text) for each in messages])
 
 
 def alike(said: Said, served: Said, *, drops_reasoning: bool) -> Echo | None:
-    """Return how an assistant's message echoes a turn as it was served; None if it does not.
+    """Return how an assistant message echoes a served turn, or None.
 
-    `exact`, `respelled` (white space, or the arguments of a call, are written otherwise), or `reasoning_dropped`, if
+    It is `exact`, `respelled` (different white space, or different notation of arguments), or `reasoning_dropped`, if
     that is allowed.
     """
     if (said.text, said.reasoning, [*said.calls]) == (served.text, served.reasoning, [*served.calls]):

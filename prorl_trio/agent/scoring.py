@@ -1,8 +1,8 @@
-"""Scoring code runs in worker processes that can be killed: a reward function may loop for ever, crash, or use signals.
+"""Scoring in worker processes that can be killed, because a reward function may loop, crash, or use signals.
 
 A scorer is a plain function `module:name` from a dict to a dict, both JSON-like. Each worker process serves the
-functions of one module, one call at a time, is kept for the next call, and is killed by a time-out or a cancel. It has
-limits of its own (`config.ScoringConfig`), because it reads the policy's text.
+functions of one module, one call at a time. It is reused for the next call, and killed by a timeout or a cancel. It has
+its own limits (`config.ScoringConfig`), because it reads the policy's text.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 START_TIMEOUT_S: Final = 60.0
 MAX_STARTS: Final = 5
-"""Starts of a process for one call, where those before it were killed meanwhile."""
+"""Attempts to start a process for one call, if earlier processes are killed before the call."""
 REFUSED_DELAY_S: Final = 0.5
-"""Wait after the machine has refused a process; doubled each time, up to `MAX_REFUSED_DELAY_S`."""
+"""Delay after the system has refused a process; doubled each time, up to `MAX_REFUSED_DELAY_S`."""
 MAX_REFUSED_DELAY_S: Final = 16.0
 KILL_TIMEOUT_S: Final = 5.0
 HEADER: Final = struct.Struct("<I")
@@ -49,7 +49,7 @@ class ScoreCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's answer: a `result`, or an `error` with a traceback. The first one only says that it is ready.
+    """A worker's answer: a `result`, or an `error` with a traceback. The first one only reports readiness.
 
     `is_missing`: the scorer was not called, because its module or function cannot be loaded.
     """
@@ -60,23 +60,23 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotScored(EvaluationError):
-    """The call has no result, and nothing shows that its payload is at fault: the machine may be busy or broken."""
+    """The call produced no result without evidence against its payload: the machine may be busy or broken."""
 
 
 class _WorkerKilled(NotScored):
-    """The scoring process was killed (SIGKILL): by its machine, or because of what it scored. Nobody can tell."""
+    """The scoring process was killed (SIGKILL), by its machine or because of its payload. The two look the same."""
 
 
 class _StoodStill(NotScored):
-    """The scoring process did not run: it was stopped or frozen, or waited for a disk. No answer brings that about."""
+    """The scoring process did not run: it was stopped, frozen, or waited for a disk. An answer cannot cause that."""
 
 
 class _NotStarted(NotScored):
-    """There is no process for the scorer, so that nothing was scored: no answer is at fault for that."""
+    """No process could be started for the scorer, so its payload is not at fault."""
 
 
 class _Worker:
-    """A scoring process. After any exception from `ask` it is in an unknown state and must be killed."""
+    """A scoring process. After any exception from `ask` its state is unknown, and it must be killed."""
 
     def __init__(self, process: trio.Process) -> None:
         self._process = process
@@ -104,7 +104,7 @@ class _Worker:
 
     @asynccontextmanager
     async def killed_on_error(self) -> AsyncIterator[None]:
-        """Whatever leaves the block but its end kills the process: nobody knows what it is doing then."""
+        """Kill the process if the block does not complete, because its state is then unknown."""
         try:
             yield
         except BaseException:
@@ -113,7 +113,6 @@ class _Worker:
 
     @property
     def is_running(self) -> bool:
-        """Return whether its process has not ended yet, as far as is known."""
         return self._process.poll() is None
 
     @property
@@ -124,11 +123,11 @@ class _Worker:
     async def ask(self, name: str, payload: Mapping[str, Any]) -> ScoreReply:
         try:
             raw = msgspec.msgpack.encode(ScoreCall(name=name, payload=dict(payload)))
-        except UnicodeEncodeError:  # a lone surrogate of the policy's: UTF-8 has no form for it
+        except UnicodeEncodeError:  # a lone surrogate of the policy, which UTF-8 cannot encode
             raw = msgspec.msgpack.encode(ScoreCall(name=name, payload=portable(dict(payload))))
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(trio.BrokenResourceError):  # how it ended is asked for below
+        with suppress(trio.BrokenResourceError):  # the cause of its end is determined below
             await stdin.send_all(HEADER.pack(len(raw)) + raw)
         reply = await self._receive()
         if reply.is_missing:
@@ -154,7 +153,7 @@ class _Worker:
             chunk = await stdout.receive_some(size - len(data))
             if not chunk:
                 code = await self._process.wait()
-                # The kernel's limit of CPU time, not ours of wall time: an answer that keeps the scorer busy.
+                # The kernel's limit of CPU time, not our wall-time limit: the answer kept the scorer busy.
                 if code == -signal.SIGXCPU:
                     raise EvaluationError("the scorer used up its CPU time", error_code="evaluator_timeout")
                 kind = _WorkerKilled if code == -signal.SIGKILL else EvaluationError
@@ -163,7 +162,7 @@ class _Worker:
         return bytes(data)
 
     async def kill(self) -> None:
-        """End the process and everything in its group, within `KILL_TIMEOUT_S`; a cancel does not cut it short."""
+        """Kill the process and its process group within `KILL_TIMEOUT_S`; a cancel does not interrupt it."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
@@ -174,14 +173,14 @@ class _Worker:
 
 
 def _reason_first(trace: str) -> str:
-    """Return a traceback with the exception that it ends with also before it."""
+    """Return a traceback with its final exception repeated at the start."""
     lines = trace.rstrip().splitlines()
     last_frame = max((place for place, line in enumerate(lines) if line.startswith(" ")), default=-1)
     return "\n".join([*lines[last_frame + 1 :], trace]) if trace else ""
 
 
 class ScorerPool:
-    """At most `max_workers` scoring processes; a call beyond that waits. Use `open_scorer_pool`."""
+    """At most `max_workers` scoring processes; further calls wait. Use `open_scorer_pool`."""
 
     def __init__(self, max_workers: int, limits: ScoringConfig) -> None:
         self._limiter = trio.CapacityLimiter(max_workers)
@@ -201,15 +200,15 @@ class ScorerPool:
         Args:
             function: `module:name`, importable in a process of this project's Python.
             payload: its one argument; plain data.
-            timeout_s: for the call itself; starting a process is not charged to it. A time-out or a cancel kills the
-                process; the next call gets a fresh one.
-            harmless: `payload` with an answer that is known to be sound in place of the policy's: the gold one. It is
-                scored where `payload` is not, to tell whose doing that is.
+            timeout_s: limit for the call itself, without starting a process. A timeout or a cancel kills the process;
+                the next call gets a fresh one.
+            harmless: `payload` with a known good answer (the gold answer) instead of the policy's. It is scored if
+                `payload` produces no result, to determine the cause.
 
         Raises:
-            HostileAnswer: there is no score of `payload`, but one of `harmless`: what the policy answered is at fault.
-            EvaluationError: the scorer raised, timed out, died, or cannot be loaded. The message tells which.
-            SandboxUnavailable: the machine refuses a process for the scorer.
+            HostileAnswer: `harmless` was scored but `payload` was not: the policy's answer is at fault.
+            EvaluationError: the scorer raised, timed out, died, or cannot be loaded; the message has the cause.
+            SandboxUnavailable: the system refuses a process for the scorer.
         """
         try:
             return await self._score(function, payload, timeout_s)
@@ -228,7 +227,7 @@ class ScorerPool:
     async def _score(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         try:
             return await self._score_once(function, payload, timeout_s)
-        except (_WorkerKilled, _StoodStill):  # once more: if it is killed again, it may be by what it scores
+        except (_WorkerKilled, _StoodStill):  # retry once: if it is killed again, the payload may be the cause
             return await self._score_once(function, payload, timeout_s)
 
     async def _score_once(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -258,7 +257,7 @@ class ScorerPool:
             self._idle.setdefault(module, []).append(await self._start(module))
 
     async def _take_idle(self, module: str) -> _Worker | None:
-        """Return a worker that waits for a call; those that have been ended meanwhile are thrown away."""
+        """Return an idle worker; workers that have died are discarded."""
         idle = self._idle.get(module)
         while idle:
             worker = idle.pop()
@@ -268,13 +267,13 @@ class ScorerPool:
         return None
 
     async def _start(self, module: str) -> _Worker:
-        """Start a worker; one that idles for another module makes room, so that the limit counts processes.
+        """Start a worker; an idle worker of another module makes room, so that the limit counts processes.
 
-        There may be none: the pool was made smaller while the calls in flight go on.
+        There may be no idle worker if the pool was made smaller during calls.
 
         Raises:
             _NotStarted: it cannot be loaded, took too long, or was killed each time.
-            SandboxUnavailable: the machine refuses a process for some 30 s.
+            SandboxUnavailable: the system refused a process for some 30 s.
         """
         while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
             idle = next(filter(None, self._idle.values()), None)
@@ -303,10 +302,10 @@ class ScorerPool:
                 await idle.pop().kill()
 
     def resize(self, max_workers: int) -> None:
-        """Have at most so many processes from now on.
+        """Set the maximum number of processes.
 
-        Calls in flight, also those that wait for their process to start, go on; a process that idles makes room when
-        the next one starts.
+        Calls in flight continue, also while their process starts. Surplus idle processes make room when the next one
+        starts.
         """
         self._limiter.total_tokens = max_workers
 
@@ -317,9 +316,9 @@ class ScorerPool:
 
 @asynccontextmanager
 async def open_scorer_pool(max_workers: int, limits: ScoringConfig | None = None) -> AsyncIterator[ScorerPool]:
-    """Open a pool of at most `max_workers` scoring processes; on leaving the block, they are killed.
+    """Open a pool of at most `max_workers` scoring processes, which are killed when the block exits.
 
-    `limits` hold for each process; None: the default configuration's.
+    `limits` apply to each process; None: the default configuration's.
     """
     pool = ScorerPool(max_workers, limits or ScoringConfig())
     try:

@@ -1,8 +1,8 @@
 """The child side of `scoring`: `python -m prorl_trio.agent.scoring_worker MODULE LIMITS`.
 
-Frames on stdin and stdout.
+It exchanges frames on stdin and stdout.
 
-Ends when stdin does, even in the middle of a call: a thread watches it. Whatever the scorer prints goes to stderr.
+It ends when stdin closes, even during a call: a thread watches it. The scorer's output goes to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _read_calls(stdin: BinaryIO, calls: queue.SimpleQueue[ScoreCall]) -> None:
-    """Feed `calls`; end the process when the pool is gone, whatever the main thread is doing."""
+    """Fill `calls`; end the process when the pool is gone, even if the main thread is busy."""
     while header := stdin.read(HEADER.size):
         (size,) = HEADER.unpack(header)
         calls.put(msgspec.msgpack.decode(stdin.read(size), type=ScoreCall))
@@ -60,7 +60,7 @@ def _limit_self(limits: ScoringConfig) -> None:
 
 
 def _tasks_of_user() -> int:
-    """Return the number of processes and threads of this user: those are what the kernel counts."""
+    """Return the number of processes and threads of this user, which is the number that the kernel limits."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def _tasks_of_user() -> int:
 
 
 def _allow_cpu(seconds: int) -> None:
-    """Have the kernel end this process, by SIGXCPU, when it has used so much CPU time more."""
+    """Make the kernel end this process, by SIGXCPU, after this many more seconds of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = math.ceil(used.ru_utime + used.ru_stime) + seconds

@@ -1,4 +1,4 @@
-"""What an agent's author decides: how a turn is read that has no call, and what comes after an answer."""
+"""The decisions of an agent's author: how to read a turn without a call, and how to continue after an answer."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ if TYPE_CHECKING:
 
 
 class AgentStyle:
-    """The reading of a turn without a formal tool call, and the reminder of the policy.
+    """Reads turns without a formal tool call, and reminds the policy.
 
-    Override what differs; no I/O.
+    Override methods as needed; no I/O.
 
     Attributes:
-        max_reflections: turns of a rollout of which nothing could be understood and whose errors the policy is told;
-            the next one ends the loop with `parse_error`. None: as many as there are turns.
+        max_reflections: number of unreadable turns per rollout whose errors are reported to the policy; the next one
+            ends the loop with `parse_error`. None: no limit.
     """
 
     max_reflections: int | None = None
 
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
-        """Return the calls that a turn without formal ones still asks for (a fenced block, say). Default: none."""
+        """Return calls that a turn without formal calls implies, for example by a fenced block. Default: none."""
         del parsed
         return []
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
-        """Return the final answer if the turn gives one in its text (`\\boxed{42}`, say). Default: None."""
+        """Return the final answer if the text of the turn contains one, such as `\boxed{42}`. Default: None."""
         del parsed
         return None
 
     def nudge(self) -> str:
-        """Return the user message after a turn with neither call nor answer."""
+        """Return the user message after a turn that contains neither call nor answer."""
         return "Go on by calling one of the tools."
 
 
 PLAIN: Final = AgentStyle()
 
 AfterAnswer = Callable[[str], Awaitable[Sequence[ChatMessage] | None]]
-"""Asked when the agent has given an answer and has turns left. Messages: it goes on with them, in the same dialogue,
-and its answer is the one that it gives next. None: it is done. The time that this takes is the handler's own."""
+"""Called when the agent has given an answer and has turns left. If it returns messages, the agent continues with them
+in the same dialogue, and its next answer counts. None: the agent is done. The handler is charged for the time of the
+call."""

@@ -1,7 +1,6 @@
-"""The turns of a dialogue: what was said is rendered, an answer is sampled through the lease, both are recorded.
+"""The turns of a dialogue: messages are rendered, an answer is sampled through the lease, and both are recorded.
 
-Whoever decides what is said to the policy uses this: our own loop (`agent/loop.py`), or a program that speaks for an
-agent of its own.
+It is used by our own loop (`agent/loop.py`), and by the gateway for a foreign program.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import ChatMessage, SegmentReason, StopReason, ToolCall
 
 MAX_PAUSE_S = 3600.0
-"""A pause of the backends is charged to no budget, up to this."""
+"""Longest pause of the backends that is charged to no budget."""
 MIN_TURN_TOKENS = 16
-"""A turn with less room than this in the context is not begun."""
+"""Minimum room in the context, in tokens, for a turn to begin."""
 LONG_TURN_TOKENS = 4096
-"""A turn of so many tokens is read in a thread: the loop would stand still for 5 ms and more."""
+"""Turns of this length are decoded in a thread, because they would block the loop for 5 ms and more."""
 STOP_TAIL_TOKENS = 8
-"""Looked at beside as many as a stop text has characters: each token has a byte at least."""
+"""Tokens decoded in addition to one token per character of a stop text: each token has at least one byte."""
 KEEP_S = 30.0
-"""For reading a turn, also when the agent is cancelled meanwhile: what was sampled is recorded."""
+"""Time limit for decoding a turn, also after a cancel, so that sampled tokens are recorded."""
 
 
 class SampledTurn(NamedTuple):
-    """A turn that was sampled and is in the dialogue, and not recorded yet.
+    """A turn that was sampled and added to the dialogue, but not yet recorded.
 
-    `heard` is what the policy was told before it; the times are trio's clock, at the request and at the answer.
+    `heard` are the messages to the policy before it. The times are trio's clock, at the request and at the answer.
     """
 
     completion: Completion
@@ -63,13 +62,13 @@ class Turns:
     """The turns of one dialogue of a rollout. Not for concurrent use.
 
     Attributes:
-        context: the rollout, in whose trajectory they are recorded.
+        context: the rollout in whose trajectory they are recorded.
         lease: the backend that samples them.
-        budget: charged for the time in which it does.
-        conversation: the tokens. It grows by `sample`, `say` and `go_on_from`.
-        said: what the policy was told since its last turn, besides what its tools returned.
+        budget: charged for the time of sampling.
+        conversation: the tokens, which grow by `sample`, `say` and `go_on_from`.
+        said: messages to the policy since its last turn, without tool results.
         dialogue: the number of the dialogue in the rollout.
-        keeps_cut: what was sampled of a turn is recorded however it is cancelled, and not only at the budget's end.
+        keeps_cut: partial turns are recorded after any cancel, and not only at the end of the budget.
     """
 
     context: RolloutContext
@@ -92,31 +91,31 @@ class Turns:
 
     @property
     def limit(self) -> int:
-        """Return the most tokens that this dialogue may have, and with it each segment of the trajectory."""
+        """Maximum tokens of the dialogue, and so of each segment of the trajectory."""
         most = self.context.spec.max_completion_tokens
         return self.context_tokens if most is None else min(self.context_tokens, self._prompt_tokens + most)
 
     @property
     def room(self) -> int:
-        """Tokens that may still follow the dialogue so far."""
+        """Number of tokens that still fit into the dialogue."""
         return self.limit - len(self.conversation)
 
     def begin(self, origin: Origin | None = None) -> None:
-        """Record the dialogue from now on. Raises ContextLengthExceeded: there is no room in it for a single token."""
+        """Record the dialogue from now on. Raises ContextLengthExceeded if not even one token fits."""
         if self.room < 1:
             raise ContextLengthExceeded(len(self.conversation), self.limit)
         self.dialogue = self.context.begin_dialogue(self.conversation, origin)
 
     def say(self, messages: Sequence[ChatMessage]) -> int:
-        """Say to the policy what came of its turn; return how many tokens too many that is, for another turn to fit.
+        """Add messages after the policy's turn; return by how many tokens they exceed the room for another turn.
 
-        Where it is any, nothing was said. Errors as `Conversation.add_messages`.
+        If they exceed it, nothing is added. Errors as `Conversation.add_messages`.
         """
         at_most = self.limit - MIN_TURN_TOKENS
         return max(0, self.conversation.add_messages(messages, at_most=at_most) - at_most)
 
     def go_on_from(self, messages: Sequence[ChatMessage], reason: SegmentReason) -> None:
-        """Go on with another dialogue, in a new segment. Errors as `Conversation.continue_from`."""
+        """Continue with another dialogue, in a new segment. Errors as `Conversation.continue_from`."""
         self.conversation.continue_from(messages, reason, at_most=self.context_tokens - 1)
         self._prompt_tokens = len(self.conversation)
         self.said = messages
@@ -124,14 +123,14 @@ class Turns:
     async def sample(
         self, turn: int, at_most: int | None = None, stops: Sequence[str] = (), guide: Guide | None = None
     ) -> SampledTurn:
-        """Sample the turn of that number, and add it to the dialogue; nobody is charged for a pause.
+        """Sample the turn of that number, and add it to the dialogue; pauses are not charged.
 
-        What was sampled when the agent's budget ended is recorded as a turn that was cut. It has `at_most` tokens, if
-        that is given, none after one of the texts `stops`, and the form of `guide`.
+        If the agent's budget ends, the sampled part is recorded as a turn that was cut. The turn has at most `at_most`
+        tokens, ends at the first of the texts `stops`, and has the form of `guide`.
 
         Raises:
-            RequestRefused: the engine does not take what it is asked for: that form, for one.
-            StaleTrajectory: its tokens would not go with those before, or with the weights that the trainer has.
+            RequestRefused: the engine refuses the request, for example its form.
+            StaleTrajectory: its tokens would not match the earlier ones, or the weights of the trainer.
             BackendError, TokenDrift: infrastructure failed.
         """
         context, started_s, so_far = self.context, trio.current_time(), self._completion(turn, at_most, stops, guide)
@@ -156,7 +155,7 @@ class Turns:
     def record(
         self, turn: SampledTurn, calls: list[ToolCall] | None = None, observations: Sequence[Observation] = ()
     ) -> None:
-        """Record a turn, with what its calls returned. None: the calls that it was read to have made."""
+        """Record a turn with the results of its calls. `calls` None: the calls that were parsed from it."""
         completion, place = turn.completion, self.conversation.completion_ranges[-1]
         self.context.record(
             Turn(
@@ -177,15 +176,15 @@ class Turns:
         )
 
     def cut_short(self, turn: SampledTurn) -> StopReason | None:
-        """Return why nothing can follow a turn without a call: it was cut, by the context or by its own length."""
+        """Return why a turn without a call ends the dialogue: it was cut by the context or by its own limit."""
         if turn.completion.finish_reason != "length":
             return None
         return "context_budget" if self.room < MIN_TURN_TOKENS else "no_end_of_turn"
 
     def check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
-        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before.
+        """Raise StaleTrajectory if tokens of version `newest` do not match the earlier tokens.
 
-        Raise it as well if any of them do not go with the weights that the trainer has announced.
+        Also raise it if any tokens do not match the weights that the trainer has announced.
         """
         bound = self.context.resources.config.agent.staleness_bound(self.context.spec)
         if bound is None:
@@ -199,18 +198,17 @@ class Turns:
                     raise StaleTrajectory(older, newer, updates, bound, is_agents=is_agents)
 
     def has_stale_tokens(self, bound: int) -> bool:
-        """Return whether more than `bound` updates lie between two tokens that were sampled."""
+        """Return whether more than `bound` updates lie between two sampled tokens."""
         versions, sampled = self.context.resources.backends.versions, self.context.dialogues.policy_versions
         return any(versions.updates(older, newer) > bound for older in sampled for newer in sampled)
 
     def _named(self, turn: int, what: str) -> str:
-        """Return what a turn waits for, with its dialogue where a program has several at once."""
+        """Return the name of a turn's wait, with its dialogue if a program has several at once."""
         return f"dialogue {self.dialogue}, turn {turn}: {what}" if self.keeps_cut else what
 
     def _completion(
         self, turn: int, at_most: int | None, texts: Sequence[str], guide: Guide | None
     ) -> PartialCompletion:
-        """The completion that is to follow, of which nothing is sampled yet."""
         spec, config = self.context.spec, self.context.resources.config
         stops = [*spec.sampling.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
         who = f"{spec.job_id}-s{self.dialogue}" if self.dialogue else spec.job_id
@@ -230,7 +228,7 @@ class Turns:
         )
 
     def _stop(self, texts: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-        """Return what says of sampled tokens that they are enough: a call is complete, or one of `texts` was said."""
+        """Return a predicate for sampled tokens: a call is complete, or one of `texts` occurs."""
         at_call = self.context.resources.config.agent.stop_at_tool_call
         if not texts:
             return self.conversation.ends_with_tool_call if at_call else None
@@ -243,7 +241,7 @@ class Turns:
         return is_enough
 
     async def _keep(self, completion: Completion) -> ParsedTurn:
-        """Add what was sampled to the dialogue, and return what it says. A cancel does not stop it."""
+        """Add the sampled tokens to the dialogue, and return the parsed turn. Shielded from cancellation."""
         for span in completion.spans:
             self.context.dialogues.note_version(span.policy_version)
         self.context.sampled_tokens += len(completion.token_ids)
@@ -259,17 +257,16 @@ class Turns:
             return add()
         with trio.move_on_after(KEEP_S, shield=True):
             return await run_sync(add)
-        return add()  # no thread became free
+        return add()  # no thread was available
 
 
 async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease:
     """Wait for a backend for the whole task and return its lease, which ends when `stack` is closed.
 
-    The wait is charged to no budget. Without a wait there is no time limit: where a backend has room,
-    `backends.lease_timeout_s` may be 0.
+    The wait is charged to no budget. If a backend has room, `backends.lease_timeout_s` may be 0.
 
     Raises:
-        BackendError: there was none for `backends.lease_timeout_s`; the message says what was missing.
+        BackendError: none was available within `backends.lease_timeout_s`; the message has the cause.
     """
     backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
     job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]

@@ -1,8 +1,8 @@
-"""Calls that a policy writes into its text: as JSON objects, or as blocks of code. For models that know no call syntax.
+"""Calls that a policy writes into its text, as JSON objects or code blocks. For models without a call syntax.
 
-The chat layer reads a family's own syntax, and a bare JSON call that is the whole text or a whole block. This is for
-what is left: JSON between sentences, under other names, broken; and code that is meant to be run. An attempt that
-cannot be read is a call with an `error`, which says where it breaks: it is what the policy is told.
+The chat layer reads a family's own syntax, and a bare JSON call that is the whole text or a whole block. This module
+reads the remaining forms: JSON between sentences, with other names, or broken; and code that should run. An unreadable
+attempt becomes a call with an `error`, which shows the policy where it breaks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _KEYS: Final = "|".join((*_NAMES, *_ARGUMENTS, "function"))
 _START: Final = re.compile(rf"""\{{\s*["'](?:{_KEYS})["']\s*:""")
 _SAYS_ARGUMENTS: Final = re.compile(rf"""["'](?:{"|".join(_ARGUMENTS)})["']\s*:""")
 MAX_BROKEN: Final = 32
-"""Broken objects looked at in one turn, since each may be as long as the rest."""
+"""Limit of broken objects examined in one turn, since each may be as long as the rest."""
 MAX_OTHERS: Final = 2000
-"""Other objects that are no calls, too. What follows them is one more call, with an error, if it is an attempt."""
+"""Limit of other objects that are not calls. The text after them becomes one more call, with an error, if it is an
+attempt."""
 
 
 class CallReader(Protocol):
     """Reads calls out of a text. Pure; no text makes it raise."""
 
     def read(self, text: str) -> list[ToolCall]:
-        """Return the calls in their order; one that is broken has an `error`.
+        """Return the calls in their order; a broken call has an `error`.
 
-        What follows `MAX_TOOL_CALLS_PER_TURN` of them is one more, with an error.
+        The text after `MAX_TOOL_CALLS_PER_TURN` calls becomes one more call, with an error.
         """
 
 
@@ -50,14 +51,13 @@ class JsonCalls:
 
     The tool is `name`, `tool`, `tool_name` or `action`; the arguments are `arguments`, `parameters`, `args`, `input`,
     `tool_input` or `action_input`; both may be inside `function`. An object without arguments is a call only if it
-    names a tool, so that other JSON is left alone.
+    names a tool, so that other JSON is ignored.
     """
 
     def __init__(self, tools: ToolSet) -> None:
         self._parameters = tools.parameters
 
     def read(self, text: str) -> list[ToolCall]:
-        """See `CallReader`."""
         calls: list[ToolCall] = []
         position = broken = others = 0
         while (match := _START.search(text, position)) is not None:
@@ -88,7 +88,6 @@ class JsonCalls:
         return calls
 
     def _call(self, value: dict[str, Any], raw: str) -> ToolCall | None:
-        """Return the call that an object is; None if it is something else."""
         inner = value.get("function")
         if isinstance(inner, dict):
             value = inner
@@ -129,22 +128,21 @@ class JsonCalls:
 
 
 def _others(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an object without arguments has besides its name, which `read_call` refuses if it is anything."""
+    """Return the other fields of an object without arguments; `read_call` refuses them unless they are empty."""
     return {key: each for key, each in value.items() if key not in _NAMES and key != "function"}
 
 
 class CodeBlocks:
     """Fenced blocks of the languages in `runs`: by language, in lower case, the tool and its argument for the code.
 
-    Blocks are read as `fenced_blocks` has them. A block that is not closed is an attempt that broke, as is an empty
-    one. Blocks of other languages are text.
+    `fenced_blocks` finds the blocks. A block that is not closed, or empty, is a broken attempt. Blocks of other
+    languages are text.
     """
 
     def __init__(self, runs: Mapping[str, tuple[str, str]]) -> None:
         self._runs = runs
 
     def read(self, text: str) -> list[ToolCall]:
-        """See `CallReader`."""
         calls: list[ToolCall] = []
         for number, block in enumerate(fenced_blocks(text)):
             if number >= MAX_BLOCKS:
@@ -171,10 +169,10 @@ class CodeBlocks:
 
 
 class WrittenStyle(AgentStyle):
-    """Another style, of a policy that writes calls as `reader` reads them.
+    """Another style, for a policy that writes calls as `reader` reads them.
 
-    Where nothing of a turn could be understood, the policy is told what was wrong, `max_reflections` times in a
-    rollout; then the loop ends with `parse_error`. A final answer in the text counts before an attempt that is broken.
+    If no part of a turn can be parsed, the error is reported to the policy, `max_reflections` times in a rollout; then
+    the loop ends with `parse_error`. A final answer in the text takes precedence over a broken attempt.
     """
 
     def __init__(self, reader: CallReader, base: AgentStyle = PLAIN, *, max_reflections: int = 1) -> None:
@@ -183,15 +181,12 @@ class WrittenStyle(AgentStyle):
         self.max_reflections = max_reflections
 
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
-        """See `AgentStyle`."""
         calls = self._reader.read(parsed.content)
         only_broken = calls and all(call.error for call in calls)
         return [] if only_broken and self._base.final_answer(parsed) is not None else calls
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
-        """See `AgentStyle`."""
         return self._base.final_answer(parsed)
 
     def nudge(self) -> str:
-        """See `AgentStyle`."""
         return self._base.nudge()

@@ -1,1 +1,1 @@
-"""Messages to token ids and back, for each model family, with proof that no token is ever rewritten."""
+"""Messages to token ids and back, for each model family, with a proof that no token is ever rewritten."""

@@ -1,10 +1,10 @@
-"""Text to token ids and back, such that text which comes from outside can never become a control token.
+"""Text to token ids and back, such that untrusted text can never become a control token.
 
-A tokenizer splits its input at its *added tokens* (`<|im_end|>`, `<think>`) before anything else, so the ids of a text
-are exactly those of the pieces between them plus the added tokens' own. `TokenCodec` does that split itself. Untrusted
-text is `mark`ed first: a private-use character breaks up whatever looks like an added token. Marks survive the chat
-template, keep the split from matching, and are taken out again before the pieces are encoded, by a tokenizer whose
-vocabulary has no added tokens at all.
+A tokenizer first splits its input at its *added tokens* (`<|im_end|>`, `<think>`). The ids of a text are therefore the
+ids of the pieces between them, plus the added tokens' own ids. `TokenCodec` does that split itself. Untrusted text is
+first `mark`ed: a private-use character breaks up everything that looks like an added token. Marks survive the chat
+template and prevent a match of the split. They are removed again before the pieces are encoded, by a tokenizer whose
+vocabulary lacks all added tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 MARK = "\ue000"
-"""Breaks up look-alikes inside marked text. A MARK that the text had already is doubled, so marking is reversible."""
+"""Breaks up look-alikes inside marked text. A MARK in the original text is doubled, so marking is reversible."""
 
 PROBE_CHARS: Final = 64 * 1024
-"""Characters of a long text that are encoded at once to see whether it is too long."""
+"""Characters of a long text that are encoded at once to check whether it is too long."""
 CHARS_PER_TOKEN: Final = 4
-"""About what a token has in most texts: one with no more for each token that it may have is encoded as a whole."""
+"""Characters per token in typical text. A text with fewer characters per allowed token is encoded as a whole."""
 SHORT_CHARS: Final = 24
 SHORT_TEXTS: Final = 1024
-"""The ids of so many texts, of at most so many characters, are kept: a template writes the same ones in each turn."""
+"""Size of the cache of ids for short texts, because a template writes the same texts in each turn."""
 
 MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
 """The tags around reasoning and calls in most families."""
@@ -46,14 +46,14 @@ _HTML_TAG = re.compile(
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = re.compile(f"{MARK}({MARK}?)")
 _SPACE = r"[^\S\x1c-\x1f]*"
-"""White space that an added token with `lstrip` or `rstrip` swallows: as Unicode has it, not as Python does."""
+"""White space that an added token with `lstrip` or `rstrip` swallows, as defined by Unicode, not by Python."""
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256, in hexadecimal, of the ids that tokens have; added tokens belong to them.
+    """Return the SHA-256, in hexadecimal, of the ids of all tokens, including added tokens.
 
-    `get_vocab()` of a tokenizer of `transformers`, and `get_vocab(with_added_tokens=True)` of one of `tokenizers`, give
-    the mapping. A vocabulary of 150,000 tokens takes about 0.1 s.
+    The mapping is `get_vocab()` of a `transformers` tokenizer, or `get_vocab(with_added_tokens=True)` of a `tokenizers`
+    one. A vocabulary of 150,000 tokens takes about 0.1 s.
     """
     digest = hashlib.sha256()
     for token, token_id in sorted(vocabulary.items(), key=itemgetter(1)):
@@ -72,19 +72,19 @@ class _AddedToken(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """It controls nothing: one character, a run of white space, a tag of HTML (Gemma has `\\n\\n` and `<b>`)."""
+        """Whether it is mere text: one character, white space, or an HTML tag (Gemma has `\n\n` and `<b>`)."""
         if len(self.content) == 1 or not self.content.strip(" \t\r\n\u2581"):
             return True
         return not self.special and _HTML_TAG.fullmatch(self.content) is not None
 
     @property
     def is_structural(self) -> bool:
-        """It may structure a dialogue: special, or written like one that does (DeepSeek's are not marked special)."""
+        """Whether it may structure a dialogue: it is special, or looks special (DeepSeek's are not marked special)."""
         return not self.is_text and (self.special or "|" in self.content or "｜" in self.content)
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
-    """The part of tokenizer.json that is read here, besides handing the file to the library."""
+    """The parts of tokenizer.json that are read here."""
 
     model: dict[str, Any]
     added_tokens: list[_AddedToken] = []
@@ -94,11 +94,11 @@ class TokenCodec:
     """Encodes marked text, decodes ids. Immutable; may be used from several threads.
 
     Attributes:
-        vocab_size: every id the tokenizer knows is below it. The model's embedding may have more rows.
+        vocab_size: upper bound of the tokenizer's ids, exclusive. The model's embedding may have more rows.
         vocabulary: the digest of its ids; see `vocabulary_digest`.
-        longest_token_chars: no token stands for more characters.
+        longest_token_chars: length of the longest token in characters.
         added_ids: the ids of all added tokens, by their text.
-        look_alikes: the added tokens that are broken up in text from outside.
+        look_alikes: the added tokens that are broken up in untrusted text.
         control_pattern: matches the tokens that structure a dialogue, in rendered text.
     """
 
@@ -115,10 +115,10 @@ class TokenCodec:
         Args:
             tokenizer_json: the content.
             origin: its path, for messages.
-            markup: tokens that are part of what an assistant says, even where they are special ones.
+            markup: tokens that belong to the text of an assistant, even if they are special.
 
         Raises:
-            ConfigError: it is not a BPE tokenizer, or one that does not split at its added tokens as described above.
+            ConfigError: it is not a BPE tokenizer, or does not split at its added tokens as described above.
         """
         try:
             spec = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
@@ -146,25 +146,25 @@ class TokenCodec:
         self._check_split(origin)
 
     def mark(self, text: str, *, speech: bool = False) -> str:
-        """Return `text` so that no part of it will be encoded as a control token. Lone surrogates become U+FFFD.
+        """Return `text` marked so that no part becomes a control token. Lone surrogates become U+FFFD.
 
         Args:
-            text: from outside: a tool's output, a question.
-            speech: it is an assistant's turn, whose `<think>` and `<tool_call>` are meant; only tokens that structure
-                the dialogue are broken up.
+            text: untrusted text, such as a tool's output or a question.
+            speech: the text is an assistant's turn, whose `<think>` and `<tool_call>` are intended; only tokens that
+                structure the dialogue are broken up.
         """
         text = _LONE_SURROGATE.sub("\ufffd", text).replace(MARK, MARK * 2)
         text = (self._control_look_alike if speech else self._look_alike).sub(rf"\g<0>{MARK}", text)
         if any(text[-n:] in self._openings for n in range(1, min(self._longest_opening, len(text)) + 1)):
-            text += MARK  # lest the text that the template puts after it completes a token
+            text += MARK  # else the template's next text could complete a token
         return text
 
     def unmarked(self, marked: str) -> str:
-        """Return marked text as it was, but for lone surrogates."""
+        """Return the original of marked text, except lone surrogates."""
         return _MARKS.sub(r"\1", marked) if MARK in marked else marked
 
     def mark_strings(self, value: Any) -> Any:
-        """Return a JSON value with every string in it marked, keys too."""
+        """Return a JSON value with all strings marked, including keys."""
         if isinstance(value, str):
             return self.mark(value)
         if isinstance(value, dict):
@@ -174,7 +174,7 @@ class TokenCodec:
         return value
 
     def encode(self, marked: str) -> list[int]:
-        """Return the ids of rendered text. Cost is linear in its length."""
+        """Return the ids of rendered text, in linear time."""
         ids: list[int] = []
         start = 0
         for match in self._split.finditer(marked):
@@ -185,11 +185,11 @@ class TokenCodec:
         return ids
 
     def count_beyond(self, marked: str, at_most: int) -> int:
-        """Return how many tokens rendered text has at least, if that is surely more than `at_most`; else 0.
+        """Return a lower bound of the number of tokens in rendered text if it surely exceeds `at_most`, else 0.
 
-        The library holds the interpreter's lock for a second for each million characters, in which nothing of the
-        process runs, heartbeats included. So a text that is far too long must not be encoded: of that, this encodes a
-        part, a piece at a time.
+        The library holds the interpreter's lock for a second per million characters, which blocks the whole process,
+        including heartbeats. A text that is far too long must therefore not be encoded: only a part is encoded
+        here, in pieces.
         """
         if len(marked) <= max(PROBE_CHARS, CHARS_PER_TOKEN * at_most):
             return 0
@@ -198,24 +198,24 @@ class TokenCodec:
         found = 0
         for start in range(0, len(marked), PROBE_CHARS):
             found += len(self.encode(marked[start : start + PROBE_CHARS]))
-            if found > at_most + at_most // 4:  # the cuts between the pieces make a few more
+            if found > at_most + at_most // 4:  # the cuts between the pieces add a few tokens
                 return found
         return 0
 
     def encode_whole(self, text: str) -> list[int]:
-        """Return the ids that the tokenizer itself gives to rendered text, control tokens in all of it included."""
+        """Return the ids that the plain tokenizer assigns to rendered text, including all control tokens."""
         ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
         return ids
 
     def normalized(self, text: str) -> str:
-        """Return what the tokenizer makes of `text` before it encodes it (Qwen's composes accents: NFC)."""
+        """Return `text` as the tokenizer normalises it before encoding (Qwen's composes accents: NFC)."""
         normalizer = self._full.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids out of range nothing.
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids out of range are dropped.
 
-        `skip_special` leaves out the tokens that structure a dialogue, and keeps an assistant's markup.
+        `skip_special` drops the tokens that structure the dialogue, but not an assistant's markup.
         """
         if skip_special:
             ids = [token_id for token_id in ids if token_id not in self._control_ids]
@@ -230,7 +230,7 @@ class TokenCodec:
         return tuple(self._plain.encode(self.unmarked(marked), add_special_tokens=False).ids)
 
     def _check_split(self, origin: Path) -> None:
-        """Prove on samples that our split gives the ids of the whole tokenizer, whatever flags its tokens have."""
+        """Prove on samples that our split yields the ids of the whole tokenizer, with all flags of its tokens."""
         if self._plain.encode("a", add_special_tokens=False).tokens[0].startswith(("\u2581", "\u0120")):
             raise ConfigError(
                 f"{origin}: this tokenizer puts a space before every text (SentencePiece's dummy prefix, or "
@@ -247,9 +247,9 @@ class TokenCodec:
 
 
 def _tokenizers(tokenizer_json: bytes, added: frozenset[str], origin: Path) -> tuple[Tokenizer, Tokenizer]:
-    """Return the tokenizer as it is, and one that has no added tokens, and in whose vocabulary none of `added` is."""
+    """Return the original tokenizer, and a tokenizer without added tokens and without `added` in its vocabulary."""
     spec = msgspec.json.decode(tokenizer_json)
-    # Some models have their control tokens in the vocabulary, too: without them, merges cannot make one of plain text.
+    # Some vocabularies contain control tokens: remove these, so that merges cannot build one from plain text.
     bare_vocab = {text: token_id for text, token_id in spec["model"]["vocab"].items() if text not in added}
     spec |= {"added_tokens": [], "post_processor": None, "model": {**spec["model"], "vocab": bare_vocab}}
     try:
@@ -263,7 +263,7 @@ def _tokenizers(tokenizer_json: bytes, added: frozenset[str], origin: Path) -> t
 
 
 def _break_pattern(contents: Iterable[str]) -> re.Pattern[str]:
-    """Match the first character of every occurrence of `contents`, overlapping ones too."""
+    """Match the first character of every occurrence of `contents`, including overlapping ones."""
     rests: dict[str, list[str]] = {}
     for content in contents:
         rests.setdefault(content[0], []).append(content[1:])
@@ -271,7 +271,7 @@ def _break_pattern(contents: Iterable[str]) -> re.Pattern[str]:
 
 
 def _split_pattern(tokens: Iterable[_AddedToken]) -> re.Pattern[str]:
-    """Match an added token, leftmost and longest, with the space it swallows; its text is the one group set."""
+    """Match an added token, leftmost and longest, with the space it swallows; the matched group has its text."""
     longest_first = sorted((t for t in tokens if t.content), key=lambda t: -len(t.content))
     swallowing = [
         (_SPACE if t.lstrip else "") + f"({re.escape(t.content)})" + (_SPACE if t.rstrip else "")
@@ -283,7 +283,7 @@ def _split_pattern(tokens: Iterable[_AddedToken]) -> re.Pattern[str]:
 
 
 def _longest(contents: Iterable[str]) -> str:
-    """Return the source of a pattern for the longest of `contents`: a trie, for some tokenizers add thousands."""
+    """Return the source of a pattern for the longest of `contents`. It is a trie, because some have thousands."""
     rests: dict[str, list[str]] = {}
     ends = False
     for content in contents:

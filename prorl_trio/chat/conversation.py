@@ -1,7 +1,7 @@
-"""A dialogue as token ids: the prompt, what the policy samples, what comes back, turn by turn.
+"""A dialogue as token ids: the prompt, sampled completions, and replies, turn by turn.
 
-Token ids are what a conversation is; text is rendered once and never encoded again. The next prompt is always the
-previous prompt, plus the sampled ids bit for bit, plus the template's own text for what came between.
+A conversation consists of token ids; text is rendered once and never encoded again. The next prompt is always the
+previous prompt, plus the sampled ids bit for bit, plus the template's own text for the messages between.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 MAX_CLOSINGS_READ = 32
 _CLOSING_TOKENS = 64
-"""Enough to see what closes a call, byte by byte."""
+"""Tokens that are enough to contain the closing of a call, byte by byte."""
 _TAIL_TOKENS = 8
-"""Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
+"""Tokens of a prompt's end that are enough to detect opened reasoning, even if `<think>` is several tokens."""
 
 MAX_LOGPROB: Final = 0.01
-"""A certain token's is 0, and rounding may put it above."""
+"""The logprob of a certain token is 0, and rounding may yield more."""
 
 
 class ServedModel(Protocol):
-    """The facts of a model that its ids are held against; see `ChatFormat`."""
+    """The facts of a model against which its ids are checked; see `ChatFormat`."""
 
     @property
     def model_dir(self) -> Path:
@@ -50,16 +50,16 @@ class ServedModel(Protocol):
 
     @property
     def ids_below(self) -> int:
-        """Every id that it can sample is below this."""
+        """Exclusive upper bound of the ids that it can sample."""
 
 
 def sampled_arrays(
     token_ids: Sequence[int], logprobs: Sequence[float], model: ServedModel
 ) -> tuple[array[int], array[float]]:
-    """Return int32 ids and float32 logprobs of tokens that `model` is said to have sampled: arrays as they are.
+    """Return int32 ids and float32 logprobs of tokens sampled by `model`; arrays are returned unchanged.
 
     Raises:
-        BackendError: they are not what an engine may return, or an id is not one of the model's; not retryable.
+        BackendError: an engine may not return these values, or an id does not belong to the model; not retryable.
     """
     if len(token_ids) != len(logprobs):
         raise BackendError(
@@ -71,13 +71,13 @@ def sampled_arrays(
         values = logprobs if isinstance(logprobs, array) and logprobs.typecode == "f" else array("f", logprobs)
     except (TypeError, OverflowError) as exc:
         raise BackendError(f"the backend returned a token id or logprob that is none: {exc}", retryable=False) from exc
-    possible = np.asarray(values) <= MAX_LOGPROB  # NaN is not
+    possible = np.asarray(values) <= MAX_LOGPROB  # false for NaN
     if not possible.all():
         worst = values[int(np.argmin(possible))]
         raise BackendError(
             f"the backend returned the logprob {worst}, which is that of no probability", retryable=False
         )
-    if (np.asarray(ids).view(np.uint32) < model.ids_below).all():  # a negative one is not
+    if (np.asarray(ids).view(np.uint32) < model.ids_below).all():  # false for a negative id
         return ids, values
     if min(ids) < 0:
         raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
@@ -94,9 +94,9 @@ class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         content: the text outside reasoning, tool calls and special tokens.
         reasoning: the text inside `<think>`.
-        tool_calls: in order; one that cannot be understood has an `error`.
+        tool_calls: in order; an unreadable call has an `error`.
         ended: an end-of-turn token was sampled last; otherwise the completion was cut short.
-        text: all of it, decoded, with special tokens.
+        text: the whole decoded text, with special tokens.
     """
 
     content: str
@@ -115,7 +115,7 @@ class CompletionRange(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """What a dialogue was after a completion: how many messages it had had, or what was remembered of them."""
+    """The state of a dialogue after a completion: the number of its messages, or the remembered messages."""
 
     history: int | list[Message]
     answer: Message
@@ -123,24 +123,24 @@ class _Point(NamedTuple):
 
 
 def common_prefix(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+    """Return the length of the common prefix of two sequences of tokens."""
     shared = min(len(one), len(other))
     differing = np.flatnonzero(one[:shared] != other[:shared])
     return int(differing[0]) if len(differing) else shared
 
 
 class Conversation:
-    """The token state of one trajectory. Not for concurrent use; nothing to close.
+    """The token state of one trajectory. Not for concurrent use; needs no closing.
 
-    Tokens are written once, as they arrive, into memory of this process, or what `keep_in` was given.
+    Tokens are written once, as they arrive, into memory of this process, or into the memory given to `keep_in`.
 
-    It alternates: `prompt_token_ids`, `add_completion`, `add_messages`, and again. A call out of turn raises
-    RuntimeError; a call that raises has changed nothing.
+    The calls alternate: `prompt_token_ids`, `add_completion`, `add_messages`, and again. A call out of turn raises
+    RuntimeError. A call that raises has changed nothing.
 
     Attributes:
         prefix_breaks: segments begun because the template rewrote history (only with `on_break="segment"`).
-        drift_tokens: recorded tokens found to differ from those sent and sampled. At the first, the rollout fails.
-        completion_ranges: where each completion is, in the order they were added.
+        drift_tokens: recorded tokens that differ from the tokens sent and sampled. The first one fails the rollout.
+        completion_ranges: the range of each completion, in the order they were added.
     """
 
     prefix_breaks: int
@@ -159,15 +159,15 @@ class Conversation:
         """Begin a conversation that is ready for the assistant's first turn.
 
         Args:
-            chat_format: how the model speaks.
-            messages: rendered as the template has it, its default system message included. Text that looks like a
-                control token is encoded as text, save `<think>` and `<tool_call>` in an assistant's message.
+            chat_format: the model's format.
+            messages: rendered by the template, including its default system message. Text that looks like a control
+                token is encoded as text, except `<think>` and `<tool_call>` in an assistant message.
             tools: functions the policy may call, as JSON schemas in OpenAI's format.
-            on_break: see `OnBreak`; None takes the format's.
-            at_most: the most tokens that it may have. A prompt that is surely longer is not encoded.
+            on_break: see `OnBreak`; None uses the format's.
+            at_most: maximum number of tokens. A prompt that is surely longer is not encoded.
 
         Raises:
-            HandlerError: the template refuses the messages, or a tool has no name.
+            HandlerError: the template refuses the messages, or a tool lacks a name.
             ContextLengthExceeded: they are far more than `at_most` tokens.
         """
         self._format = chat_format
@@ -190,26 +190,25 @@ class Conversation:
         self._proven = bytearray(memoryview(ids))
 
     def __len__(self) -> int:
-        """Return the number of tokens in the current segment, that is of the next prompt."""
+        """Return the number of tokens in the current segment, which is the length of the next prompt."""
         return len(self._current.tokens)
 
     @property
     def segment(self) -> int:
-        """Return the index of the segment that is growing, which is the last one."""
+        """Return the index of the growing segment, which is the last one."""
         return len(self._closed)
 
     @property
     def awaits_completion(self) -> bool:
-        """Return whether the policy's turn is next."""
         return self._awaits_completion
 
     @property
     def closing_reasoning(self) -> str:
-        """Return what closes the reasoning that the next prompt has opened; empty if it has opened none."""
+        """Return the tag that closes the reasoning opened by the next prompt; empty if it opens none."""
         return self._format.family.syntax.thoughts.get(self._opened().rstrip(), "")
 
     def token_ids_of(self, segment: int) -> npt.NDArray[np.int32]:
-        """Return a view of the tokens of a segment so far: int32."""
+        """Return a view of the current tokens of a segment: int32."""
         return self._all[segment].token_ids
 
     def keep_in(self, tokens: RolloutTokens) -> None:
@@ -221,15 +220,15 @@ class Conversation:
         self._tokens, self._current = tokens, moved
 
     def prompt_token_ids(self) -> list[int]:
-        """Return what the engine gets now: everything so far, ending with the generation prompt.
+        """Return the prompt for the engine: all tokens so far, ending with the generation prompt.
 
         Raises:
-            TokenDrift: the recorded tokens are not those of the last prompt, completion and delta.
+            TokenDrift: the recorded tokens differ from the last prompt, completion and delta.
         """
         return self.prompt_array().tolist()
 
     def prompt_array(self) -> array[int]:
-        """Return `prompt_token_ids` as int32, in a copy of their memory: some 10 us for 100,000 of them."""
+        """Return `prompt_token_ids` as int32, in a copy of their memory: some 10 us for 100,000 tokens."""
         self._expect(awaits_completion=True)
         self._prove_prefix()
         copy = array("i")
@@ -245,17 +244,18 @@ class Conversation:
         engine: str = "",
         spans: Sequence[PolicySpan] = (),
     ) -> ParsedTurn:
-        """Record what the policy sampled after `prompt_token_ids()`, verbatim, and return what it says.
+        """Record the completion sampled after `prompt_token_ids()`, verbatim, and return its content.
 
         Args:
             token_ids: N sampled ids, with the end-of-turn token if it was sampled. May be empty.
             logprobs: N natural logarithms, one for each id.
-            policy_version: of the weights that sampled them.
-            engine: that sampled them.
-            spans: in place of these two, where the completion has several: they cover the N ids, the first being 0.
+            policy_version: version of the weights that sampled them.
+            engine: the engine that sampled them.
+            spans: replace these two if the completion has several spans: they cover the N ids, and start at 0.
 
         Raises:
-            BackendError: the counts differ, the spans do not cover the ids, or an id or logprob is none; not retryable.
+            BackendError: the counts differ, the spans do not cover the ids, or an id or logprob is invalid; not
+                retryable.
         """
         self._expect(awaits_completion=True)
         self._prove_prefix()
@@ -282,23 +282,23 @@ class Conversation:
         return turn
 
     def count_beyond(self, messages: Sequence[ChatMessage], at_most: int) -> int:
-        """Return how many tokens messages have at least, if that is surely more than `at_most`; else 0.
+        """Return a lower bound of the number of tokens of messages if it surely exceeds `at_most`, else 0.
 
-        See `TokenCodec.count_beyond`. Templates leave parts of an assistant's messages out, so these do not count.
+        See `TokenCodec.count_beyond`. Assistant messages do not count, because templates omit some parts.
         """
         said = "".join(message.content for message in messages if message.role != "assistant")
         return self._format.codec.count_beyond(said, at_most)
 
     def add_messages(self, messages: Sequence[ChatMessage], *, at_most: int | None = None) -> int:
-        """Append what came back (tool results, a nudge), exactly as the template puts it, up to the next turn.
+        """Append messages (tool results, a nudge), exactly as the template renders them, up to the next turn.
 
-        Returns the length afterwards. Where it would be more than `at_most`, nothing is changed, and that is returned.
+        Returns the resulting length. If it exceeds `at_most`, nothing is changed.
 
-        If the completion was cut short, the end-of-turn token it lacks comes first. None of these tokens is trained
-        on. All messages of a turn go into one call: templates merge tool results.
+        If the completion was cut short, the missing end-of-turn token comes first. None of these tokens is trained on.
+        All messages of a turn belong into one call, because templates merge tool results.
 
         Raises:
-            ValueError: no message, or one with role `assistant`.
+            ValueError: `messages` is empty, or contains one with role `assistant`.
             HandlerError: the template refuses the messages.
             TokenDrift: the template would rewrite history and `on_break` is `fail`, or the prefix proof failed.
         """
@@ -333,9 +333,9 @@ class Conversation:
     def continue_from(
         self, messages: Sequence[ChatMessage], reason: SegmentReason, *, at_most: int | None = None
     ) -> None:
-        """Go on with another dialogue in place of this one (a shortened one, say), in a new segment.
+        """Continue with another dialogue instead of this one, such as a shortened one, in a new segment.
 
-        Its parent is the current segment, which stays recorded as it is. The assistant's turn is next.
+        Its parent is the current segment, which stays recorded. The assistant's turn is next.
 
         Raises:
             HandlerError: the template refuses the messages.
@@ -357,13 +357,13 @@ class Conversation:
         self._awaits_completion = True
 
     def branch(self, completion: int) -> Conversation:
-        """Return another dialogue that has gone the same way up to that completion, and awaits `add_messages`.
+        """Return another dialogue with the same history up to that completion, which awaits `add_messages`.
 
-        Its tokens up to there are copies: none of them is trained on in the branch. Where a completion lies in an
-        earlier segment, it is the tokens of that one.
+        Its tokens up to there are copies, which are not trained on in the branch. If a completion lies in an earlier
+        segment, the tokens of that segment are copied.
 
         Raises:
-            IndexError: no such completion, or the dialogue was begun anew since (`continue_from`).
+            IndexError: the completion does not exist, or the dialogue was restarted since (`continue_from`).
         """
         point, place = self._points[completion], self.completion_ranges[completion]
         other: Conversation = object.__new__(Conversation)
@@ -383,10 +383,11 @@ class Conversation:
         return other
 
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the last of these sampled ids completes a tool call whose reading nothing can change any more.
+        """Return whether the last sampled id completes a tool call that later tokens cannot change.
 
-        Cheap unless the last id completes what closes a call, which is looked at `MAX_CLOSINGS_READ` times in a turn: a
-        policy may write it again and again. Families that do not mark a call's end never say so.
+        It is cheap unless the last id completes the closing of a call. At most `MAX_CLOSINGS_READ` closings are
+        examined in a turn, because a policy may repeat them. For families without a mark at a call's end it is always
+        False.
         """
         closings = tuple(each.closing for each in self._format.call_syntaxes if each.closing)
         if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):
@@ -400,15 +401,15 @@ class Conversation:
         return (
             bool(calls)
             and not any(call.error for call in calls)
-            and self._speech(token_ids, following="...").tool_calls == calls  # no tag inside an argument
+            and self._speech(token_ids, following="...").tool_calls == calls  # not a tag inside an argument
         )
 
     def segments(self) -> list[Segment]:
-        """Return a copy of everything recorded, as the trainer gets it. Allowed at any time."""
+        """Return a copy of everything recorded, in the form for the trainer. Allowed at any time."""
         return [each.as_segment(Segment.from_arrays) for each in self._all]
 
     def seal(self) -> list[Segment]:
-        """End the conversation: return everything recorded as views of the memory it is in, without a copy.
+        """End the conversation: return everything recorded as views of its memory, without a copy.
 
         They are valid until that memory is released. Nothing can be added afterwards. Idempotent.
         """
@@ -427,7 +428,7 @@ class Conversation:
     def _keeps_texts(self) -> bool:
         """Return whether the texts of messages must be kept.
 
-        Not so where a delta does not need them and no rewrite is looked for.
+        They need not be if deltas do not depend on them and rewrites are not detected.
         """
         return self._on_break != "keep" or self._format.capabilities.recall.history == "whole"
 
@@ -439,9 +440,9 @@ class Conversation:
             raise RuntimeError(f"out of turn: the conversation expects {expected}")
 
     def _prove_prefix(self) -> None:
-        """Compare what is recorded with what was sent and sampled, which is kept apart from it."""
+        """Compare the recorded tokens with a separate copy of the tokens sent and sampled."""
         now = self._current.token_ids
-        # The one comparison that is a plain memcmp: some 5 us for 100,000 tokens, at every turn.
+        # The one comparison that is a plain memcmp: some 5 us for 100,000 tokens, in every turn.
         if self._proven != now.view(np.uint8).data:
             then = np.frombuffer(self._proven, dtype=np.int32)
             shared = min(len(now), len(then))
@@ -454,7 +455,7 @@ class Conversation:
             )
 
     def _render(self, messages: Sequence[ChatMessage], at_most: int | None) -> tuple[list[Message], array[int]]:
-        """Return messages as the template knows them, and the tokens of the prompt that they are.
+        """Return messages in the template's form, and the tokens of their prompt.
 
         Raises:
             HandlerError: the template refuses them.
@@ -470,7 +471,7 @@ class Conversation:
         return history, array("i", codec.encode(prompt))
 
     def _delta(self, new: Sequence[Message], calls: Sequence[Message]) -> array[int]:
-        """Return what comes after the last completion, up to the next one. Errors as `add_messages`."""
+        """Return the tokens between the last completion and the next one. Errors as `add_messages`."""
         delta = array("i", self._format.codec.encode(self._template.delta(new, self._history, self._tools, calls)))
         if not delta or delta[0] not in self._format.closing_ids:
             raise TokenDrift(f"the template closes this assistant turn with {self._format.decode(delta[:4])!r}")
@@ -479,12 +480,12 @@ class Conversation:
         return delta[1:] if closed else delta
 
     def _rewritten(self, dialogue: Sequence[Message], new: int) -> array[int] | None:
-        """Return the template's own rendering of `dialogue` if that rewrites earlier turns, else None.
+        """Return the template's own rendering of `dialogue` if it rewrites earlier turns, else None.
 
         The last `new` messages of `dialogue` come after the turn that was sampled last.
 
-        An assistant's turn that is rendered from its parts may be written otherwise than it was sampled, from its first
-        rendering on. There a rewrite is what alters that rendering later.
+        An assistant turn that is rendered from its parts may differ from the sampled text from its first rendering on.
+        Only a later change of that rendering then counts as a rewrite.
         """
         codec, template = self._format.codec, self._template
         text = template.prompt(dialogue, self._tools)
@@ -495,7 +496,7 @@ class Conversation:
         else:
             then = codec.decode(self._current.token_ids.tolist())
             stands = codec.unmarked(text).startswith(then)
-            if not stands:  # perhaps it is only that the tokenizer composes accents
+            if not stands:  # perhaps the tokenizer only composes accents
                 now = codec.decode(codec.encode(text))
                 stands = codec.normalized(now).startswith(codec.normalized(then))
         if stands:
@@ -516,13 +517,13 @@ class Conversation:
         self._proven = bytearray(memoryview(prompt))
 
     def _kept(self, dialogue: list[Message]) -> list[Message]:
-        """Return what has to be remembered of `dialogue` for the next delta."""
+        """Return the part of `dialogue` that must be remembered for the next delta."""
         return dialogue if self._keeps_texts else self._template.remembered(dialogue)
 
     def _marked(self, messages: Iterable[ChatMessage], answered: Sequence[Message] = ()) -> list[Message]:
-        """Return `messages` as the template gets them.
+        """Return `messages` in the template's form.
 
-        Tool results answer the calls of the assistant's message before them, or else `answered`, in order.
+        Tool results answer the calls of the assistant message before them, or else `answered`, in order.
         """
         codec, capabilities = self._format.codec, self._format.capabilities
         open_ids = [call["id"] for call in answered]
@@ -548,7 +549,7 @@ class Conversation:
         return marked
 
     def _calls(self, calls: Iterable[ToolCall]) -> list[Message]:
-        """Return `calls` as the template gets them. One that was sampled without an id gets the next number."""
+        """Return `calls` in the template's form. A call sampled without an id gets the next number."""
         mark, written = self._format.codec.mark, []
         for call in calls:
             self._calls_so_far += 1
@@ -559,17 +560,17 @@ class Conversation:
         return written
 
     def _answered_calls(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        """Return one call for each tool result in `messages`: that of the last turn, or one with the result's name."""
+        """Return one call for each tool result in `messages`: a call of the last turn, or a stand-in by name."""
         results = [message for message in messages if message.role == "tool"]
         made = self._answer.get("tool_calls", [])[: len(results)] if self._format.capabilities.needs_calls else []
         asked = [ToolCall(name=each.name or "", arguments={}, raw="") for each in results[len(made) :]]
         return [*made, *self._calls(asked)]
 
     def _answered(self, calls: Sequence[Message]) -> Message:
-        """Return the last turn as the dialogue has it, now that results of `calls` have come back.
+        """Return the last turn as the dialogue has it after results of `calls` were received.
 
-        These are its calls, even if it did not write them in the family's syntax. Of text beside a reasoned call,
-        templates know nothing.
+        It contains these calls, even if it did not write them in the family's syntax. Templates do not support text in
+        addition to a reasoned call.
         """
         if not self._format.capabilities.needs_calls:
             return self._answer
@@ -577,14 +578,14 @@ class Conversation:
         return assistant_message(calls, "" if calls and reasoning else said, reasoning)
 
     def _as_message(self, turn: ParsedTurn) -> Message:
-        """Return a turn that was sampled as a message: its text, or, where the template needs them, its parts."""
+        """Return a sampled turn as a message: its text, or its parts if the template needs them."""
         mark = self._format.codec.mark
         if not self._format.capabilities.needs_calls:
             return self._last_said(turn)
         return assistant_message(self._calls(turn.tool_calls), mark(turn.content), mark(turn.reasoning))
 
     def _last_said(self, turn: ParsedTurn) -> Message:
-        """Return the last completion as a message: its text without its end-of-turn token, in parts if need be."""
+        """Return the last completion as a message: its text without its end-of-turn token, in parts if necessary."""
         start, end, _segment = self.completion_ranges[-1]
         ids = self._current.token_ids[start:end].tolist()
         if ids and ids[-1] in self._format.end_of_turn_ids:
@@ -611,11 +612,11 @@ class Conversation:
         )
 
     def _opens_thinking(self) -> bool:
-        """Return whether the prompt of the turn that is being sampled, or was last, ends inside reasoning."""
+        """Return whether the prompt of the current or last sampled turn ends inside reasoning."""
         return bool(self._opened())
 
     def _opened(self) -> str:
-        """Return what opens reasoning at the end of that prompt, with the space after it; empty if nothing does."""
+        """Return the tag that opens reasoning at the end of that prompt, with its trailing space, or ""."""
         end = len(self) if self._awaits_completion else self.completion_ranges[-1].start
         tail = self._format.decode(self._current.token_ids[max(0, end - _TAIL_TOKENS) : end].tolist())
         thoughts = self._format.family.syntax.thoughts
@@ -625,7 +626,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class _OpenSegment:
-    """A segment as it grows."""
+    """A growing segment."""
 
     tokens: SegmentTokens
     parent: int | None = None
@@ -635,15 +636,14 @@ class _OpenSegment:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """A view of those so far."""
         return self.tokens.arrays().token_ids
 
     def as_segment(self, make: Callable[..., Segment]) -> Segment:
-        """Return what `make`, one of the constructors of `Segment`, makes of it."""
+        """Return the result of `make`, a constructor of `Segment`."""
         return make(*self.tokens.arrays(), list(self.spans), parent=self.parent, reason=self.reason, shared=self.shared)
 
 
 def _written(call: ToolCall) -> str:
-    """Return a call as it was said, or as a template without tools tells the policy to write one."""
+    """Return a call as it was sampled, or in the form that a template without tools asks for."""
     said = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
     return call.raw or f"<tool_call>\n{said}\n</tool_call>"

@@ -1,7 +1,7 @@
 """Messages to token ids and back for one model, token-exact over many turns.
 
-`ChatFormat` knows how the model speaks: its chat template (see `template`) and its tokenizer, which is used such that
-no message can forge a control token (see `codec`). `conversation.Conversation` is one dialogue.
+`ChatFormat` combines a model's chat template (see `template`) and its tokenizer, which is used such that no message can
+forge a control token (see `codec`). `conversation.Conversation` is one dialogue.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
 
 MAX_PADDING_ROWS = 2048
 """Rows of an embedding beyond its tokenizer. Published models have up to 1,069 (`vocab_size` in config.json of
-openai/gpt-oss-20b is 201,088, and its tokenizer knows 200,019 ids)."""
+openai/gpt-oss-20b is 201,088, and its tokenizer has 200,019 ids)."""
 
 OnBreak = Literal["keep", "segment", "fail"]
-"""The treatment of a template that would render an earlier turn otherwise than it was sampled (Qwen3 drops old
-reasoning at a new user message), so that its next prompt would not begin with the tokens so far: keep them as they were
-sampled, append-only; begin a new segment with the template's own rendering; or raise TokenDrift."""
+"""The treatment of a template that would render an earlier turn differently from the sampled text. Qwen3, for example,
+drops old reasoning at a new user message, so that the next prompt would not begin with the tokens so far. `keep`
+appends to the sampled tokens; `segment` begins a segment with the template's own rendering; `fail` raises TokenDrift.
+"""
 
 
 def probe(template: ChatTemplate) -> None:
@@ -59,7 +60,7 @@ def probe(template: ChatTemplate) -> None:
         ConfigError: the template fails on a plain dialogue, or loses messages.
     """
     try:
-        # Those that rendering itself depends on come first.
+        # Capabilities that rendering itself depends on come first.
         template.capabilities = Capabilities(lists_content=not _renders_content(template))
         if template.capabilities.lists_content and not _renders_content(template):
             template.capabilities = Capabilities()
@@ -141,7 +142,7 @@ def _renders_role(template: ChatTemplate) -> bool:
 
 
 def _needs_calls(template: ChatTemplate) -> bool:
-    """Return whether results are written differently after a call than after an assistant's text."""
+    """Return whether results are rendered differently after a call than after an assistant's text."""
     capabilities = template.capabilities
     if not (capabilities.renders_calls and capabilities.renders_tool_role):
         return False
@@ -150,7 +151,7 @@ def _needs_calls(template: ChatTemplate) -> bool:
         try:
             after_calls = template.delta_after_calls(new, STAND_IN, (), calls)
         except HandlerError:
-            continue  # several calls at once, perhaps
+            continue  # perhaps several calls at once fail
         try:
             after_text = template.delta_after_text(new, STAND_IN, ())
         except HandlerError:
@@ -163,10 +164,10 @@ def _needs_calls(template: ChatTemplate) -> bool:
 
 
 def _check_messages_survive(template: ChatTemplate) -> str:
-    """Check that a dialogue and a delta contain what was put in; return what opens an assistant turn, if anything."""
+    """Check that a dialogue and a delta contain their messages; return the opening of an assistant turn, if any."""
     closed, opened = (template.prompt([_SYSTEM, _USER], (), open_turn=open_turn) for open_turn in (False, True))
     shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(closed, opened, strict=False)))
-    opening = opened[shared:]  # Phi-3 ends a dialogue that it does not open
+    opening = opened[shared:]  # Phi-3 ends a dialogue with a token that it does not open
     spoken = template.prompt([_SYSTEM, _USER, {"role": "assistant", "content": SENTINEL}], ())
     if opening == opened or not (opening or spoken.startswith(opened + SENTINEL)):
         raise HandlerError("it does not append a generation prompt when asked to")
@@ -180,7 +181,7 @@ def _check_messages_survive(template: ChatTemplate) -> str:
 
 
 def _check_texts_stand(template: ChatTemplate) -> None:
-    """Check that what comes from outside is written as it is, or as JSON."""
+    """Check that untrusted text is rendered unchanged, or as JSON."""
     odd = [{**message, "content": _ODD} for message in (_SYSTEM, _USER, _MORE, _TOOL)]
     texts = (
         template.prompt([odd[0], _USER], ()),
@@ -197,7 +198,7 @@ def _check_texts_stand(template: ChatTemplate) -> None:
 
 
 def _reasoning_form(template: ChatTemplate, opened: str) -> ReasoningForm:
-    """Return the first form in which reasoning is written as it was said; if there is none, as it was said."""
+    """Return the first form in which reasoning is rendered as it was sampled; if none works, `said`."""
     said = ("" if opened else "<think>\n") + "probe-why\n</think>\n\nprobe-answer"
     thought = re.compile(("" if opened else r"\s*<think>") + r"\s*probe-why\s*</think>\s*probe-answer")
     for form in REASONING_FORMS:
@@ -212,7 +213,7 @@ def _reasoning_form(template: ChatTemplate, opened: str) -> ReasoningForm:
 
 
 def _calls_in_parts(template: ChatTemplate, opened: str) -> bool:
-    """Return whether the template writes a turn with a call otherwise where all of it is given as content."""
+    """Return whether the template renders a turn with a call differently if the whole turn is given as content."""
     capabilities = template.capabilities
     if capabilities.needs_calls or not capabilities.renders_calls:
         return False
@@ -251,7 +252,7 @@ def _differs(
 ) -> bool:
     """Return whether the whole dialogue is rendered differently than turn by turn.
 
-    False where the template refuses it.
+    It is False if the template refuses the dialogue.
     """
     answer = spoken_message(said, opened, template.capabilities.reasoning_form)
     if template.capabilities.needs_calls and new[0]["role"] == "tool":
@@ -267,7 +268,7 @@ def _differs(
 
 
 def _shortest_recall(template: ChatTemplate) -> Recall:
-    """Return the shortest that leaves every delta as it is."""
+    """Return the shortest recall that leaves every delta unchanged."""
     probes = [
         (new, history, tools, _delta_or_none(template, new, history, tools))
         for new in _NEW_MESSAGES
@@ -295,7 +296,7 @@ def _delta_or_none(
 
 
 def _histories(template: ChatTemplate, histories: Sequence[tuple[Message, ...]]) -> list[list[Message]]:
-    """Dialogues up to where the assistant speaks, each call in them in the form that the template needs."""
+    """Return dialogues up to the assistant's turn, with each call in the form that the template needs."""
     if not template.capabilities.needs_calls:
         return [list(history) for history in histories]
     return [
@@ -318,7 +319,7 @@ def _calls_for(new: Sequence[Message]) -> list[Message]:
 
 _SYSTEM: Message = {"role": "system", "content": "probe-system"}
 _USER = STAND_IN[0]
-_MORE: Message = {"role": "user", "content": "probe-more"}  # another one: some templates look for equal messages
+_MORE: Message = {"role": "user", "content": "probe-more"}  # a different text: some templates look for equal messages
 _ASSISTANT: Message = {"role": "assistant", "content": "probe-assistant"}
 _TOOL: Message = {"role": "tool", "content": "probe-result", "name": "probe_tool", "tool_call_id": call_id(1)}
 _TOOL_2: Message = {**_TOOL, "tool_call_id": call_id(2)}
@@ -369,16 +370,16 @@ class ChatFormat:
 
     Attributes:
         model_dir: the folder it was loaded from.
-        end_of_turn_id: what an assistant's turn ends with before a user's message.
-        end_of_turn_ids: every id that ends a turn when sampled: the former, that before a tool's result (another one
-            for GLM), and the end-of-sequence ids of tokenizer_config.json and generation_config.json.
-        closing_ids: what the template closes a turn with.
-        family: how it writes tool calls and reasoning.
-        on_break: of its conversations, where they are not told; see `OnBreak`.
-        sampleable: every id that the model can sample is below it: the tokenizer's, and the embedding's rows that
-            config.json tells of; None where there is none.
-        max_positions: the longest sequence that the model was made for, in tokens; 0 where config.json does not say.
-        architecture: what config.json says of the model; see `architecture_of`.
+        end_of_turn_id: the token that ends an assistant's turn before a user's message.
+        end_of_turn_ids: every id that ends a turn when sampled: the former, the id before a tool's result (a different
+            one for GLM), and the end-of-sequence ids of tokenizer_config.json and generation_config.json.
+        closing_ids: the tokens with which the template closes a turn.
+        family: its syntax of tool calls and reasoning.
+        on_break: default for its conversations; see `OnBreak`.
+        sampleable: exclusive upper bound of the ids that the model can sample, from the tokenizer and from the rows of
+            the embedding in config.json; None without it.
+        max_positions: the model's longest sequence in tokens; 0 if config.json does not contain it.
+        architecture: facts of the model in config.json; see `architecture_of`.
     """
 
     model_dir: Path
@@ -406,14 +407,14 @@ class ChatFormat:
 
         Args:
             model_dir: with the tokenizer and the chat template.
-            family: the name of one of `FAMILIES`; without it, the one that the template and the tokens look like.
+            family: the name of one of `FAMILIES`; without it, the family is detected by the template and the tokens.
             template_options: variables for the template, such as `enable_thinking`.
             on_break: see `OnBreak`.
 
         Raises:
-            ConfigError: a file is missing or broken, there is no chat template or no such family, or the template fails
-                its self-test (loses messages, closes no assistant turn with a control token). The message says which
-                and why.
+            ConfigError: a file is missing or broken, the chat template or the family does not exist, or the template
+                fails its self-test (loses messages, closes no assistant turn with a control token). The message has the
+                cause.
         """
         folder = read_model_folder(model_dir)
         chosen = choose_family(family, folder.template)
@@ -443,38 +444,36 @@ class ChatFormat:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what the template was found to do."""
         return self.template.capabilities
 
     def dated(self) -> ChatFormat:
-        """Return one like this for which it is now for ever. See `ChatTemplate.dated`."""
+        """Return a copy whose current time is frozen. See `ChatTemplate.dated`."""
         return replace(self, template=self.template.dated())
 
     def recalling(self, recall: Recall) -> ChatFormat:
-        """Return one like this that remembers of a dialogue what `recall` says."""
+        """Return a copy that remembers the part of a dialogue given by `recall`."""
         return replace(self, template=self.template.recalling(recall))
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """`end_of_turn_ids`, sorted: what an engine must stop at."""
+        """Return `end_of_turn_ids`, sorted: the ids at which an engine must stop."""
         return sorted(self.end_of_turn_ids)
 
     @property
     def vocab_size(self) -> int:
-        """Every id the tokenizer knows is below it. The model's embedding may have more rows."""
+        """Exclusive upper bound of the tokenizer's ids. The model's embedding may have more rows."""
         return self.codec.vocab_size
 
     @property
     def ids_below(self) -> int:
-        """Every id that this model can sample is below it: `sampleable`, where config.json says it.
+        """Exclusive upper bound of the ids that this model can sample: `sampleable`, if config.json has it.
 
-        Without it, what the tokenizer knows and `MAX_PADDING_ROWS`: an id of a row that only pads the embedding is one
-        that the policy may sample, and is no sign of another model.
+        Otherwise it is the tokenizer's bound plus `MAX_PADDING_ROWS`. The policy may sample the id of a padding row, so
+        such an id does not indicate another model.
         """
         return self.vocab_size + MAX_PADDING_ROWS if self.sampleable is None else self.sampleable
 
     def facts(self) -> dict[str, object]:
-        """Return the fields of `ModelFacts`, for trainers."""
         facts = ModelFacts(
             vocabulary=self.codec.vocabulary,
             vocab_size=self.vocab_size,
@@ -485,11 +484,11 @@ class ChatFormat:
         return msgspec.structs.asdict(facts)
 
     def closes_alike(self, sampled_id: int, closing_id: int) -> bool:
-        """Return whether a turn that ends with `sampled_id` needs no `closing_id` of the template's any more."""
+        """Return whether a turn that ends with `sampled_id` does not need the template's `closing_id`."""
         return sampled_id == closing_id or bool(self.family.ends and sampled_id in self.end_of_turn_ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Return the text of `ids`, for tools and people. `skip_special` leaves out what structures the dialogue."""
+        """Return the text of `ids`, for tools and people. `skip_special` drops tokens that structure the dialogue."""
         return self.codec.decode(ids, skip_special=skip_special)
 
     @property
@@ -499,21 +498,21 @@ class ChatFormat:
         return (own,) if self.capabilities.renders_tools or own is HERMES else (HERMES, own)
 
     def read_turn(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Return the text of one completion without what structures the dialogue, and the calls written in it.
+        """Return the text of one completion without structural tokens, and the calls in it.
 
-        `raw` of each call is how the text has it, reasoning included. `tools` are those that the policy was offered.
+        `raw` of each call is its exact text, including reasoning. `tools` are the tools that the policy was offered.
         """
         return self.decode(ids, skip_special=True), self.parse(ids, parameter_schemas(tools), False).tool_calls
 
     def parse(
         self, ids: Sequence[int], tools: Mapping[str, Any], opened_thinking: bool, following: str = ""
     ) -> SpokenTurn:
-        """Return what a completion says; `tools` maps the names a call may have to the schemas of their parameters.
+        """Return the parsed completion; `tools` maps the names a call may have to the schemas of their parameters.
 
-        `following` is text to be read after it, as if it had been sampled, too.
+        `following` is text that is read after the completion as if it had been sampled as well.
 
-        Where the template renders no tools, they are described to the policy as `<tool_call>` with JSON, and calls in
-        the family's own syntax are understood as well.
+        If the template renders no tools, they are described to the policy as `<tool_call>` with JSON, and calls in the
+        family's own syntax are read as well.
         """
         text = self.decode(ids, skip_special=True) + following
         turns = (parse_turn(text, tools, syntax=each, opened_thinking=opened_thinking) for each in self.call_syntaxes)
@@ -522,7 +521,7 @@ class ChatFormat:
 
 
 def _closing_ids(template: ChatTemplate, codec: TokenCodec) -> list[int]:
-    """Return the ids that the template closes an assistant's turn with: before a user's message, before a tool's."""
+    """Return the ids with which the template closes an assistant's turn before a user's and before a tool's message."""
     call: Message = {"id": call_id(1), "function": {"name": "probe"}}
     found = []
     for role in ("user", "tool"):

@@ -1,4 +1,4 @@
-"""Forms that an engine can keep a turn to: JSON of a schema, and calls of tools; as xgrammar's structural tags."""
+"""Forms to which an engine can constrain a turn, JSON of a schema or calls of tools, as xgrammar's structural tags."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 MAX_CHARS: Final = 64_000
 MAX_DEPTH: Final = 100
 MAX_WORK: Final = 2_000
-"""Limits of all schemas of a turn together. At each of them xgrammar 0.2 compiles for about a second, and for minutes
-beyond some of them, in which an engine answers nobody. The unit of work is a character of a pattern, some 0.5 ms."""
+"""Limits for all schemas of a turn together. At each limit xgrammar 0.2 compiles for about a second. Beyond some limits
+it compiles for minutes, in which the engine does not respond. The unit of work is a character of a pattern, some 0.5
+ms."""
 MAX_BLANKS: Final = 16
 """The longest run of whitespace in JSON. Without it, small models repeat line breaks until they run out of tokens."""
 _REPEATS_IN_A_CHAR: Final = 8
 _MOST_REPEATS: Final = 1_000
-"""Of one character; it costs no more to allow more."""
+"""Limit for one character; larger values would not cost more."""
 _FORMAT_WORK: Final = {"email": 64, "hostname": 48}
 _WORK: Final = {
     "format": 10,
@@ -35,7 +36,7 @@ _REPEAT: Final = re.compile(r"\\.|\(|\)(?:\{(\d*),?(\d*)\})?|\{(\d*),?(\d*)\}", 
 
 
 def excess(schemas: Sequence[object]) -> str:
-    """Return which limit schemas exceed; empty if none."""
+    """Return which limit the schemas exceed, or an empty string."""
     chars, work, waiting = 0, 0.0, [(schema, 1) for schema in schemas]
     while waiting:
         value, depth = waiting.pop()
@@ -59,7 +60,7 @@ def excess(schemas: Sequence[object]) -> str:
 
 
 def _work(schema: dict[str, Any]) -> float:
-    """Return what it takes to compile a schema without those in it, in characters of a pattern."""
+    """Return the work to compile a schema without its nested schemas, in characters of a pattern."""
     work = float(sum(each for name, each in _WORK.items() if isinstance(schema.get(name), str | int | float)))
     named, properties = schema.get("patternProperties"), schema.get("properties")
     for pattern in (schema.get("pattern"), *(named if isinstance(named, dict) else ())):
@@ -73,7 +74,7 @@ def _work(schema: dict[str, Any]) -> float:
 
 
 def _repeats(pattern: str) -> float:
-    """Return how often a pattern's quantifiers with limits allow what they stand behind, inner times outer ones."""
+    """Return how often bounded quantifiers repeat a part of the pattern, with nested ones multiplied."""
     groups = [0.0]
     for found in _REPEAT.finditer(pattern):
         most = min(_MOST_REPEATS, max((float(each) for each in found.groups() if each), default=1.0))
@@ -88,12 +89,12 @@ def _repeats(pattern: str) -> float:
 
 
 def json_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the format of a turn that is JSON of that schema."""
+    """Return the format of a turn that is JSON with that schema."""
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_BLANKS}
 
 
 def calls_format(functions: Sequence[dict[str, Any]], *, one: bool) -> dict[str, Any]:
-    """Return the format of a turn that is calls of these functions, at least one, in the syntax `HERMES`."""
+    """Return the format of a turn with at least one call of these functions, in the syntax `HERMES`."""
     tags = []
     for function in functions:
         begin = f'<tool_call>\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
@@ -105,7 +106,7 @@ def calls_format(functions: Sequence[dict[str, Any]], *, one: bool) -> dict[str,
 
 
 def structural_tag(formats: Sequence[dict[str, Any]], closing: str = "") -> str:
-    """Return what makes a turn one of these formats, after reasoning that `closing` ends, where it is open already."""
+    """Return the structural tag for any of these formats, after reasoning that `closing` ends if it is already open."""
     form = formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
     if closing:
         thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{closing}\n\n"}

@@ -1,4 +1,4 @@
-"""The part of a dialogue that decides what its chat template writes next. No more is rendered, or kept."""
+"""The part of a dialogue that determines the template's next output. Only this part is rendered and stored."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Message
 
 History = Literal["none", "kinds", "shape", "whole"]
-"""The part of the messages before an assistant turn that decides what follows it: nothing; which kinds there have been,
-and what came last; the roles and calls of all of them; or what they say."""
+"""The part of the messages before an assistant turn that determines the text after the turn: nothing; the kinds of
+messages so far, and the last ones; the roles and calls of all messages; or their whole content."""
 
 STAND_IN: Final[tuple[Message, ...]] = ({"role": "user", "content": "probe-user"},)
-"""A history that is as good as any other, where none is needed."""
+"""A history that can replace any other if none is needed."""
 
 
 class Recall(msgspec.Struct, frozen=True):
-    """The part of a dialogue that has to be remembered for what comes next. The default is always enough.
+    """The part of a dialogue that must be remembered for its continuation. The default always suffices.
 
     Attributes:
-        history: of its messages.
-        tools: whether the tools' schemas have to be known, too.
+        history: the needed part of its messages.
+        tools: whether the tools' schemas are needed as well.
     """
 
     history: History = "whole"
@@ -33,13 +33,13 @@ class Recall(msgspec.Struct, frozen=True):
 
 
 RECALLS: Final = tuple(Recall(history, tools) for history in get_args(History) for tools in (False, True))
-"""All there are, the shortest first."""
+"""All recalls, shortest first."""
 
 
 def remembered(messages: Sequence[Message], history: History) -> list[Message]:
-    """Return what stands for `messages`. A dialogue may be shortened as it grows: the result is the same.
+    """Return a replacement for `messages`. Shortening a dialogue as it grows yields the same result.
 
-    The length is bounded for `none` and, but for how many messages can come back in one turn, `kinds`.
+    Its length is bounded for `none`, and for `kinds` except for the number of messages in one turn.
     """
     match history:
         case "none":
@@ -53,7 +53,7 @@ def remembered(messages: Sequence[Message], history: History) -> list[Message]:
 
 
 def shape(messages: Iterable[Message]) -> list[Message]:
-    """Return `messages` without what they say: who spoke, and whether a tool was called."""
+    """Return `messages` without their text: only the roles, and whether a tool was called."""
     shapes = []
     for message in messages:
         bare = {**message, "content": "x"} | {
@@ -70,7 +70,7 @@ def shape(messages: Iterable[Message]) -> list[Message]:
 
 
 def _rounds_of_kinds(messages: Sequence[Message]) -> list[Message]:
-    """Return the rounds (an assistant's turn, and what came back) that have a message of a new kind, and the last."""
+    """Return the last round (an assistant's turn and its replies), and all rounds with a message of a new kind."""
     rounds: list[list[Message]] = []
     for spoken, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
         if spoken:

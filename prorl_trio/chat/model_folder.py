@@ -17,16 +17,16 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a model's folder that is used here.
+    """The used content of a model's folder.
 
     Attributes:
         tokenizer_file: `tokenizer.json`, whose content is `tokenizer_json`.
-        template_file: the file that the source `template` was found in.
+        template_file: the file that contains the source `template`.
         special_tokens: `bos_token`, `eos_token` and so on: the variables a chat template may use.
-        eos_token_ids: what generation_config.json says ends a sequence; empty without it.
-        rows: of the model's embedding, by config.json: every id that can be sampled is below it; None without it.
-        max_positions: the longest sequence that it was made for, in tokens, by config.json; 0 without it.
-        architecture: what config.json says of it; see `architecture_of`.
+        eos_token_ids: the end-of-sequence ids in generation_config.json; empty without it.
+        rows: rows of the model's embedding in config.json, the exclusive upper bound of sampled ids; None without it.
+        max_positions: the model's longest sequence in tokens, by config.json; 0 without it.
+        architecture: facts of the model in config.json; see `architecture_of`.
     """
 
     tokenizer_file: Path
@@ -49,13 +49,13 @@ def _hub_remedy(model_dir: Path) -> str:
 
 
 def read_model_folder(model_dir: Path) -> ModelFolder:
-    """Read a model's tokenizer, chat template and settings from `model_dir` and return them. Blocks on the disk.
+    """Read a model's tokenizer, chat template and settings from `model_dir`. Blocks on the disk.
 
-    The chat template may be in `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`, looked for in
-    this order.
+    The chat template is searched in `chat_template.jinja`, `tokenizer_config.json` and `chat_template.json`, in this
+    order.
 
     Raises:
-        ConfigError: a file that is needed is missing or broken; the message names it.
+        ConfigError: a required file is missing or broken; the message names it.
     """
     tokenizer_file = model_dir / "tokenizer.json"
     tokenizer_json = _read(tokenizer_file)
@@ -78,7 +78,7 @@ def read_model_folder(model_dir: Path) -> ModelFolder:
 
 
 def _template(model_dir: Path, tokenizer_config: dict[str, Any]) -> tuple[str, Path]:
-    """Return the source of the chat template and its file; of several named ones, that called `default`."""
+    """Return the source of the chat template and its file; of several named templates, `default`."""
     jinja_file = model_dir / "chat_template.jinja"
     source = _read(jinja_file)
     if source is not None:
@@ -111,20 +111,19 @@ def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(generation_config: dict[str, Any]) -> list[int]:
-    """Return `eos_token_id`, which may be one id or a list of them."""
+    """Return `eos_token_id`, which may be an id or a list of ids."""
     eos = generation_config.get("eos_token_id")
     return [each for each in (eos if isinstance(eos, list) else [eos]) if isinstance(each, int)]
 
 
 def _size(model_config: dict[str, Any], name: str) -> int | None:
-    """Return a number of the text model, which models of text and images have in a part of their own."""
+    """Return a number of the text model, which multimodal models have in a separate section."""
     text = model_config.get("text_config")
     found = (text if isinstance(text, dict) else model_config).get(name)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of `path`, or None if there is no such file."""
     try:
         return read_regular(path, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +133,6 @@ def _read(path: Path) -> bytes | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or an empty one if there is no such file."""
     raw = _read(path)
     try:
         return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])

@@ -1,9 +1,9 @@
-"""The proof that a model's prompts are its template's own, token by token, over made-up dialogues.
+"""The proof that a model's prompts equal its template's own, token by token, for generated dialogues.
 
-Each dialogue grows turn by turn as rollouts do, and must end as the ids that an oracle makes of all of it at once. The
-oracle renders the texts as they are and encodes them with the whole tokenizer: nothing of our marking and splitting is
-in it. Where text from outside contains control tokens, the oracle's ids would contain them too; there the decoded text
-must be the oracle's, and the control tokens those of a dialogue of the same shape that says nothing.
+Each dialogue grows turn by turn as rollouts do, and must equal the ids that an oracle computes for the whole dialogue.
+The oracle renders the unmodified texts and encodes them with the whole tokenizer, without our marking and splitting. If
+untrusted text contains control tokens, so do the oracle's ids. Then the decoded text must equal the oracle's, and the
+control tokens must equal the ones in a dialogue of the same shape with empty messages.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ logger = logging.getLogger(__name__)
 
 PROOF_DIALOGUES: Final = 24
 PROOF_TIMEOUT_S: Final = 5.0
-"""After which a proof at start is content with the dialogues it has."""
+"""Time after which a proof at startup ends with the dialogues compared so far."""
 MIN_PROOF_DIALOGUES: Final = 10
 MIN_RENDERED_DIALOGUES: Final = 5
-"""A template that refuses more of them has not been seen enough."""
+"""A proof needs at least this many dialogues that the template does not refuse."""
 SHORT_FIRST: Final = 3
-"""Dialogues before the long ones, which take some templates half a minute: what is wrong at once is told at once."""
+"""Dialogues before the long ones, which take half a minute with some templates, to report obvious errors early."""
 FIRST_ROUNDS: Final = 4
-"""Rounds after which a long dialogue is compared for the first time. One that the template rewrites by then may be
-rewritten later on, too."""
+"""Rounds after which a long dialogue is first compared. If the template has rewritten the dialogue by then, it may
+rewrite it later as well."""
 
 MAX_ROUNDS: Final = 4
 MAX_PIECES: Final = 12
 LONG_OUTPUT_CHARACTERS: Final = 20_000
 LONG_OUTPUT_SHARE: Final = 0.01
-"""Share of the tool results that are long."""
+"""Share of tool results that are long."""
 WORD_SHARE: Final = 0.25
-"""Share of the pieces of a text that are words of the template itself."""
+"""Share of the pieces of a text that are words of the template."""
 MAX_WORD_CHARACTERS: Final = 60
 LONG_ROUNDS, MAX_LONG_ROUNDS = 160, 1_000
 MAX_LONG_CHARACTERS: Final = 200_000
 LONG_TEXT_ROUND, LONG_ANSWER_ROUND = 8, 10
-"""Rounds of a long dialogue in which a long text comes back, and in which one is said."""
+"""Rounds of a long dialogue with a long reply, and with a long assistant text."""
 
 _PIECES: Final = (
     "the sum", " of 12", "\n\n", "\n", "  ", "42", "<x>", "{}", "é", "e\u0301", "數", "😀", "👩\u200d💻", "\t", ".",
@@ -67,19 +67,19 @@ _PIECES: Final = (
 )  # fmt: skip
 _LONG: Final = "line 數 of output\n\n" * (LONG_OUTPUT_CHARACTERS // 18)
 _WORD: Final = re.compile(rf"[^<>|｜\[\]{{}}]{{1,{MAX_WORD_CHARACTERS}}}")
-"""A piece of a template that no control token can come of."""
+"""A piece of a template that cannot form a control token."""
 _WORDS: Final = ("the sum", " of 12", " is", " 42", ".", " é", " 數", " 😀", "\n", "\n\n", " `x`", " < 3", ", then")
 
 
 class Round(NamedTuple):
-    """An assistant's turn and what comes back.
+    """An assistant's turn and the messages after it.
 
     Attributes:
-        content: of the assistant's turn; begins with a word and does not end in space.
-        reasoning: before it; empty for none.
-        arguments: of each call of `probe` that it makes.
-        results: of these calls, in their order.
-        question: a user's message after them; None for none. There is one where there are no calls.
+        content: text of the assistant's turn; begins with a word and does not end in space.
+        reasoning: reasoning before it, or empty.
+        arguments: arguments of each call of `probe`.
+        results: results of these calls, in order.
+        question: a user's message after them, or None. It is required if there are no calls.
     """
 
     content: str
@@ -90,7 +90,7 @@ class Round(NamedTuple):
 
 
 class Dialogue(NamedTuple):
-    """A made-up dialogue. `hostile` ones have control tokens in the words of users, tools and schemas."""
+    """A generated dialogue. A `hostile` one has control tokens in the texts of users, tools and schemas."""
 
     system: str | None
     question: str
@@ -106,7 +106,7 @@ def _tool(name: str, description: str) -> dict[str, Any]:
 
 
 def forged_tool(description: str) -> dict[str, Any]:
-    """Return the tool that hostile dialogues have besides."""
+    """Return the additional tool of hostile dialogues."""
     return _tool("forged", description)
 
 
@@ -114,12 +114,12 @@ CORPUS_TOOLS: Final = (_tool("probe", "Führt <Python> aus & 'prints'."), _tool(
 
 
 def made_up_dialogue(random: Random, control: Sequence[str], literals: Collection[str | int] = ()) -> Dialogue:
-    """Return the next dialogue of `random`.
+    """Return the next generated dialogue.
 
     Args:
-        random: the same state gives the same dialogue.
+        random: the same state yields the same dialogue.
         control: tokens whose look-alikes hostile texts contain.
-        literals: what the template may look for in messages; texts contain its words.
+        literals: values that the template may compare messages with; texts contain their words.
     """
     hostile = random.random() < 0.4
     forged = [*control, *(token[: random.randrange(len(token))] for token in control)] if hostile else []
@@ -155,10 +155,10 @@ def made_up_dialogue(random: Random, control: Sequence[str], literals: Collectio
 
 
 def long_dialogues(control: Sequence[str], literals: Collection[str | int]) -> list[Dialogue]:
-    """Return dialogues with more messages, and with longer texts, than a template is likely to count or to measure.
+    """Return dialogues with more messages and longer texts than a template is likely to count or measure.
 
-    They go beyond each whole number among its `literals`, up to `MAX_LONG_ROUNDS` and `MAX_LONG_CHARACTERS`. One has
-    results of calls only, one only questions; a hostile one has look-alikes of `control` tokens in long texts.
+    They exceed each whole number among its `literals`, up to `MAX_LONG_ROUNDS` and `MAX_LONG_CHARACTERS`. One dialogue
+    has only results of calls, one only questions; a hostile one has look-alikes of `control` tokens in long texts.
     """
     numbers = [number for number in literals if isinstance(number, int)]
     rounds = max(LONG_ROUNDS, *(number + 1 for number in (0, *numbers) if number < MAX_LONG_ROUNDS))
@@ -183,14 +183,14 @@ def long_dialogues(control: Sequence[str], literals: Collection[str | int]) -> l
 
 
 class Unexplained(Exception):
-    """A prompt differs from the oracle's for no known reason; the message says where."""
+    """A prompt differs from the oracle's for an unknown reason; the message has the position."""
 
 
 class Oracle(Protocol):
     """A reference that renders a dialogue and encodes its text, each in one piece."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
-        """Return the dialogue as text. Raises HandlerError where the template refuses it."""
+        """Return the dialogue as text. Raises HandlerError if the template refuses it."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -199,10 +199,10 @@ class Oracle(Protocol):
 
 
 class Proof(NamedTuple):
-    """Counts of the dialogues that were tried.
+    """Counts of the compared dialogues.
 
-    Of the `exact` ones each prompt extends the one before. Of the `rewritten` ones the template itself altered earlier
-    turns, and each segment is exact. The `refused` ones it does not render. `turns` are those of the first two.
+    In `exact` dialogues each prompt extends the previous one. In `rewritten` ones the template itself changed earlier
+    turns, and each segment is exact. The template does not render `refused` ones. `turns` counts the first two kinds.
     """
 
     exact: int
@@ -212,13 +212,13 @@ class Proof(NamedTuple):
 
 
 def load_chat_format(model: ModelConfig, *, proven: bool = True) -> ChatFormat:
-    """Load what the configuration names; unless told otherwise, only one that is proven. Takes seconds: in a thread.
+    """Load the configured model's format, proven by default. Takes seconds: call it in a thread.
 
-    Where the proof shows that what its template writes depends on more of a dialogue than the probes found, so much is
-    remembered: each of its turns takes longer then.
+    The proof may show that the template's output depends on more of a dialogue than the probes found. Then that part is
+    remembered as well, which makes each turn slower.
 
     Raises:
-        ConfigError: the model folder cannot be used, or its prompts are not exact; says why.
+        ConfigError: the model folder cannot be used, or its prompts are not exact; the message has the cause.
     """
     options, on_break = model.template_options, model.on_break
     chat = ChatFormat.load(Path(model.path), family=model.family, template_options=options, on_break=on_break)
@@ -231,11 +231,11 @@ def load_chat_format(model: ModelConfig, *, proven: bool = True) -> ChatFormat:
 
 
 _PROVEN: Final[dict[bytes, Recall]] = {}
-"""Results by model, so that the same model, loaded again in this process, is not proven again."""
+"""Results by model, so that a model that is reloaded in this process is not proven again."""
 
 
 def _proven_recall(chat: ChatFormat) -> Recall:
-    """Return the shortest that the proof holds with, from the probed one on. ConfigError if there is none."""
+    """Return the shortest recall with a successful proof, beginning with the probed one. Raises ConfigError."""
     probed = chat.capabilities.recall
     longer = [recall for recall in RECALLS if recall.tools and RECALLS.index(recall) > RECALLS.index(probed)]
     failure: ConfigError | None = None
@@ -266,13 +266,13 @@ def _digest(chat: ChatFormat, options: Mapping[str, Any]) -> bytes:
 def prove_format(
     chat: ChatFormat, *, dialogues: int = PROOF_DIALOGUES, seed: int = 0, timeout_s: float = PROOF_TIMEOUT_S
 ) -> Proof:
-    """Check that the prompts of `chat` equal those of its own template, for random and long dialogues.
+    """Check that the prompts of `chat` equal its own template's, for random and long dialogues.
 
-    Returns the counts of what was compared. Uses the CPU for a second or so; after `timeout_s` it ends early, but not
-    before `MIN_PROOF_DIALOGUES` dialogues.
+    Returns the counts of comparisons. Uses the CPU for a second or so; after `timeout_s` it ends early, but not before
+    `MIN_PROOF_DIALOGUES` dialogues.
 
     Raises:
-        ConfigError: a prompt differs; the message says in what. Or the template refuses nearly all dialogues.
+        ConfigError: a prompt differs, with the difference in the message; or the template refuses nearly all dialogues.
     """
     chat = chat.dated()
     oracle, random, deadline = _OwnTemplate(chat), Random(seed), time.monotonic() + timeout_s
@@ -307,10 +307,10 @@ def prove_format(
 def prove_dialogue(
     chat: ChatFormat, oracle: Oracle, random: Random
 ) -> tuple[Literal["exact", "rewritten", "refused"], int]:
-    """Prove one dialogue that is made up from `random`; return what it showed, and its number of turns.
+    """Prove one dialogue generated from `random`; return its result and its number of turns.
 
     Raises:
-        Unexplained: a prompt is not the oracle's.
+        Unexplained: a prompt differs from the oracle's.
     """
     dialogue = made_up_dialogue(random, chat.codec.look_alikes, chat.template.literals)
     try:
@@ -322,10 +322,11 @@ def prove_dialogue(
 
 
 def prove_long_dialogue(chat: ChatFormat, oracle: Oracle, dialogue: Dialogue) -> None:
-    """Prove one that is rendered as a whole twice only: near its beginning, and at its end.
+    """Prove a dialogue that is rendered as a whole only twice: near its beginning, and at its end.
 
     Raises:
-        Unexplained: a prompt is not the oracle's, and the template had not rewritten the dialogue by the first look.
+        Unexplained: a prompt differs from the oracle's, and the template had not rewritten the dialogue at the first
+            check.
     """
     number = 0
     try:
@@ -363,14 +364,14 @@ class _Prover:
         return "rewritten" if self._conversation.prefix_breaks else "exact"
 
     def grow(self, each: Round) -> None:
-        """Add a turn without comparing it: the assistant says what it would say after a plain question."""
+        """Add a turn without comparing it; the assistant's text is the one after a plain question."""
         alone: list[Message] = [{"role": "user", "content": "x"}]
         said, end, answer = self._spoken(each, alone, self._whole(alone))
         _ids, new, _turn = self._exchange(each, said, end, answer)
         self._add(new)
 
     def check(self) -> None:
-        """Compare what has grown with the oracle's. Raises Unexplained."""
+        """Compare the dialogue with the oracle's. Raises Unexplained."""
         self._text = self._whole()
         self._check_prompt()
 
@@ -384,7 +385,7 @@ class _Prover:
     def _exchange(
         self, each: Round, said: str, end: int | None, answer: Message
     ) -> tuple[list[int], list[ChatMessage], ParsedTurn]:
-        """Have the assistant say it; return its ids, what is to come back, and what was read in it."""
+        """Add the assistant's turn; return its ids, the next messages, and the parsed turn."""
         ids = [*self._oracle.encode(said), *([] if end is None else [end])]
         turn = self._conversation.add_completion(ids, [0.0] * len(ids))
         new = [ChatMessage(role="tool", content=text, name="probe") for text in each.results]
@@ -403,7 +404,7 @@ class _Prover:
         try:
             self._conversation.add_messages(new)
         except HandlerError as exc:
-            self._whole()  # raises what the template itself has against it
+            self._whole()  # raises the template's own objection
             raise Unexplained(f"the template renders the dialogue, but not turn by turn: {exc}") from exc
 
     def _turn(self, each: Round) -> None:
@@ -418,11 +419,11 @@ class _Prover:
         if conversation.prefix_breaks > breaks and self._text.startswith(stands):
             raise Unexplained(f"a new segment where the template rewrites nothing, after {said[-60:]!r}")
         read = [call.arguments for call in turn.tool_calls]
-        if "tool_calls" in answer and not (read and read == each.arguments[: len(read)]):  # some write the first only
+        if "tool_calls" in answer and not (read and read == each.arguments[: len(read)]):  # some write only the first
             raise Unexplained(f"the calls in {said!r}, as the template writes them, are read as {turn.tool_calls}")
 
     def _check_append_only(self, ids: Sequence[int], new: Sequence[ChatMessage]) -> None:
-        """Check that what follows a turn depends on no more than is remembered.
+        """Check that the text after a turn depends only on the remembered part.
 
         Conversations that begin new segments would hide such a dependence, so these are append-only.
         """
@@ -435,7 +436,7 @@ class _Prover:
             except (HandlerError, TokenDrift):
                 prompts.append(None)
         if None in prompts:
-            self._append_only = []  # it cannot go on
+            self._append_only = []  # it cannot continue
         if len(prompts) == 2 and prompts[0] != prompts[1]:
             raise Unexplained("without new segments, it depends on more of the dialogue than is remembered")
 
@@ -450,18 +451,18 @@ class _Prover:
         return self._oracle.render(adapted, tools if self._renders_tools else [], True)
 
     def _spoken(self, each: Round, messages: Sequence[Message], prompt: str) -> tuple[str, int | None, Message]:
-        """Return what the assistant says after `prompt`, the token it ends with, if any, and the oracle's message.
+        """Return the assistant's text after `prompt`, the token that ends it, if any, and the oracle's message.
 
         `prompt` is the rendering of `messages`.
 
-        Where the template writes calls itself, it says exactly what the template would write.
+        If the template renders calls itself, the text is exactly the template's.
         """
         chat, capabilities = self._chat, self._chat.capabilities
         in_parts = capabilities.needs_calls or capabilities.reasoning_form == "field"
         if in_parts or (each.arguments and capabilities.renders_calls):
             answer = self._parts(each)
             written = self._as_written(answer, messages, prompt)
-            if written is None and in_parts:  # it alters earlier turns as soon as it sees this one
+            if written is None and in_parts:  # it changes earlier turns as soon as it renders this one
                 alone: list[Message] = [{"role": "user", "content": "x"}]
                 written = self._as_written(answer, alone, self._whole(alone))
             if written is not None:
@@ -490,7 +491,7 @@ class _Prover:
         return assistant_message(calls, content, reasoning)
 
     def _as_written(self, answer: Message, messages: Sequence[Message], prompt: str) -> tuple[str, int | None] | None:
-        """Return what the template writes for `answer` after its own prompt, and the token that closes it."""
+        """Return the template's text for `answer` after its own prompt, and the token that closes it."""
         codec, template = self._chat.codec, self._chat.template
         adapted = template.adapted([*messages, answer], self._dialogue.tools)
         try:
@@ -501,7 +502,7 @@ class _Prover:
             return None
         text = text[len(prompt) :]
         if text[:1].isspace() and prompt[-1:].isspace():
-            return None  # one run of white space, which a model samples otherwise than it is encoded in one piece
+            return None  # a model samples one run of white space in other tokens than its encoding as a whole
         closings = list(codec.control_pattern.finditer(text))
         if not closings or text[closings[-1].end() :].strip():
             return text, None
@@ -522,12 +523,12 @@ class _Prover:
 
 
 def _silenced(message: Message) -> Message:
-    """Return what another one says without what it says; templates may test whether there is anything."""
+    """Return a message with the same fields but dummy text; templates may test whether a field is present."""
     return {**message, "content": "x"} if message["role"] != "assistant" and message["content"].strip() else message
 
 
 class _OwnTemplate:
-    """The template and the tokenizer themselves, without marks."""
+    """The plain template and tokenizer, without marks."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
@@ -552,5 +553,5 @@ def _first_difference(text: str, expected: str) -> str:
 
 
 def _normal(text: str) -> str:
-    """Normalise `text` as tokenizers may: to NFC, and with a plain space for the one that some write."""
+    """Normalise `text` as tokenizers may: to NFC, and with a plain space instead of a special one."""
     return unicodedata.normalize("NFC", text).replace("\u2581", " ")

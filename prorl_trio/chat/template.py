@@ -1,8 +1,8 @@
 """A model's own Jinja chat template: whole dialogues, and the text between one assistant turn and the next.
 
-`ChatTemplate.delta` is how a conversation grows without touching what is already there: render a dialogue whose
-assistant says a sentinel, and take the text after it. That text is what the template puts between one assistant turn
-and the next, whatever the template looks like. What a template can do is found out by `probe`.
+`ChatTemplate.delta` extends a conversation without changing earlier text: it renders a dialogue whose assistant message
+is a sentinel, and returns the text after the sentinel. This works for any template. `probe` detects the capabilities of
+a template.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 
 ReasoningForm = Literal["said", "opened", "field"]
-"""Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field
-of its own (`reasoning_content`, `reasoning` or `thinking`)."""
+"""Reasoning as it was sampled, in the content (`said`); also with the `<think>` from the end of the prompt (`opened`);
+or in a separate field (`reasoning_content`, `reasoning` or `thinking`)."""
 REASONING_FORMS: Final[tuple[ReasoningForm, ...]] = ("said", "opened", "field")
 
 REASONING_FIELDS = ("thinking", "reasoning_content", "reasoning")
-"""Names that templates have for what an assistant thought; the same text is in all of them."""
+"""Names of templates for an assistant's reasoning; each gets the same text."""
 
 SENTINEL = f"\u0298{MARK}\u0298"
-"""Cannot occur in marked text: there a MARK is doubled, or follows a character of an added token, which this is not."""
+"""A text that cannot occur in marked text: there a MARK is doubled, or follows a character of an added token."""
 
 TEMPLATE_FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError
 )  # fmt: skip
-"""Exceptions that rendering may raise through a fault of the template or of the messages."""
+"""Exceptions of rendering that are caused by the template or the messages."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}..{% endgeneration %}` marks what a model said; it renders as its body."""
+    """`{% generation %}..{% endgeneration %}` marks a model's output; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
@@ -63,7 +63,7 @@ class _GenerationTag(Extension):
 def template_environment() -> ImmutableSandboxedEnvironment:
     """Return a new environment; templates compiled in it may be rendered in several threads.
 
-    It has nothing that draws lots, as there would be no telling what a template that does so writes.
+    It offers no random functions, because the output of a template must be deterministic.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
@@ -76,7 +76,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 
 
 def template_literals(source: str) -> set[str | int]:
-    """Return the strings and whole numbers that expressions in `source` contain: what it may compare messages with."""
+    """Return the strings and whole numbers in expressions of `source`: values that it may compare messages with."""
     constants = template_environment().parse(source).find_all(nodes.Const)
     return {each.value for each in constants if type(each.value) in (str, int)}
 
@@ -100,25 +100,25 @@ def _strftime_now(pattern: str) -> str:
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """Abilities of a template, found by rendering probes with it when it is loaded.
+    """Abilities of a template, detected by rendering probes when it is loaded.
 
     Attributes:
-        lists_content: it wants the content of a message as a list of parts, of which one is text.
-        renders_system: it takes a system message; else its text becomes the beginning of the first user message.
-        renders_tools: it writes tool schemas itself; else they are appended to the system message by us.
-        renders_tool_role: it treats `tool` differently from a made-up role; else tool results become user messages
+        lists_content: it expects the content of a message as a list of parts, such as one text part.
+        renders_system: it accepts a system message; otherwise its text is prepended to the first user message.
+        renders_tools: it renders tool schemas itself; otherwise they are appended to the system message.
+        renders_tool_role: it treats `tool` differently from a made-up role; otherwise tool results become user messages
             with each result inside `<tool_response>`.
-        renders_calls: it writes the `tool_calls` of an assistant's message.
-        json_arguments: it wants their arguments as a string with JSON, not as an object.
-        needs_calls: how it writes tool results depends on the calls that they answer (their names, their ids, or that
-            there are any), so an assistant's turn is rendered from its parts, not from its text.
+        renders_calls: it renders the `tool_calls` of an assistant message.
+        json_arguments: it expects their arguments as a string with JSON, not as an object.
+        needs_calls: its rendering of tool results depends on the calls that they answer (their names, ids or presence),
+            so an assistant's turn is rendered from its parts, not from its text.
         opens_thinking: its generation prompt ends inside `<think>`.
-        reasoning_form: how it is given what an assistant thought, such that it writes it as it was said.
-        calls_in_parts: it writes a turn with calls as it was said only where it is given the calls apart from the text.
-        rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning, or
-            differs in some other way on the dialogues of the self-test).
-        recall: on what of the dialogue before an assistant turn it depends what follows that turn. A delta is rendered
-            over no more, for most templates in time independent of the dialogue's length.
+        reasoning_form: the form of an assistant's reasoning that it renders as it was sampled.
+        calls_in_parts: it renders a turn with calls as sampled only if the calls are separate from the text.
+        rewrites_history: it renders an earlier assistant turn differently from the sampled text (drops its reasoning,
+            or differs in some other way on the dialogues of the self-test).
+        recall: the part of the dialogue before an assistant turn that the text after the turn depends on. Only this
+            part is rendered for a delta, for most templates in time independent of the dialogue's length.
     """
 
     lists_content: bool = False
@@ -136,7 +136,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def call_id(number: int) -> str:
-    """Return the id of a call that was sampled without one: nine digits, as Mistral's template asks for."""
+    """Return the id of a call that was sampled without one: nine digits, as required by Mistral's template."""
     return f"{number:09d}"
 
 
@@ -156,7 +156,7 @@ class ChatTemplate:
     """A compiled template. Immutable once probed; may be used from several threads.
 
     Attributes:
-        capabilities: none of them, until `chat.probe.probe` has found them.
+        capabilities: empty until `chat.format.probe` has detected them.
         literals: the strings and whole numbers in its expressions.
     """
 
@@ -174,11 +174,11 @@ class ChatTemplate:
         """Compile `source`.
 
         Args:
-            source: of the template, in Jinja.
+            source: the template, in Jinja.
             special_tokens: `bos_token` and so on: variables of the template.
-            origin: the file it is from, for messages.
-            options: further variables (`enable_thinking`, say), the same in every rendering.
-            control: matches the tokens that structure a dialogue: where one is, an assistant's calls are over.
+            origin: its file, for messages.
+            options: further variables, such as `enable_thinking`, for every rendering.
+            control: matches the tokens that structure a dialogue, which end an assistant's calls.
 
         Raises:
             ConfigError: it is not Jinja.
@@ -195,15 +195,15 @@ class ChatTemplate:
             raise ConfigError(f"{origin}: the chat template is not valid Jinja: {exc}") from exc
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, open_turn: bool = True) -> str:
-        """Return the whole dialogue as text; with `open_turn`, ready for the assistant to speak.
+        """Return the whole dialogue as text; with `open_turn`, ready for the assistant's turn.
 
         Raises:
-            HandlerError: the template refuses these messages, and says why.
+            HandlerError: the template refuses these messages; the message has the reason.
         """
         return self.render(self.adapted(messages, tools), tools, open_turn)
 
     def adapted(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-        """Return `messages` with what this template knows nothing of, results or `tools`, written into its texts."""
+        """Return `messages` with unsupported parts, such as results or `tools`, written into their texts."""
         adapted = list(messages) if self.capabilities.renders_tool_role else _tool_results_as_user(messages)
         if tools and not self.capabilities.renders_tools:
             adapted = _tools_in_system(adapted, tools)
@@ -216,14 +216,14 @@ class ChatTemplate:
         tools: Sequence[ToolSchema] = (),
         calls: Sequence[Message] = (),
     ) -> str:
-        """Return the text between the end of what an assistant said and its next turn, `new` being in between.
+        """Return the text between the end of an assistant's turn and its next turn, with the `new` messages between.
 
         Args:
-            new: what came back. Tool results answer `calls` in their order.
-            history: what preceded that assistant turn, or what `remembered` has left of it. It and `tools` are used,
-                and needed, only where `capabilities.recall` says so.
+            new: the messages after the turn. Tool results answer `calls` in their order.
+            history: the messages before that assistant turn, or their `remembered` part. It and `tools` are used, and
+                needed, only as `capabilities.recall` requires.
             tools: functions the policy may call.
-            calls: of that assistant turn, as `tool_calls`; used only where `capabilities.needs_calls`.
+            calls: the calls of that assistant turn, as `tool_calls`; used only if `capabilities.needs_calls`.
 
         Raises:
             HandlerError: the template refuses these messages, loses one, or does not render the assistant's turn.
@@ -234,11 +234,11 @@ class ChatTemplate:
         return self.delta_after_text(new, history, tools)
 
     def remembered(self, history: Sequence[Message]) -> list[Message]:
-        """Return what `delta` needs of `history`, now and when it has grown."""
+        """Return the part of `history` that `delta` needs, now and after it has grown."""
         return remembered(history, self.capabilities.recall.history)
 
     def dated(self) -> ChatTemplate:
-        """Return one like this for which it is now for ever: a date in a prompt must not change in mid-dialogue."""
+        """Return a copy with frozen current time, because a date in a prompt must not change within a dialogue."""
         if not self._tells_time or "strftime_now" in self._variables:
             return self
         other = copy(self)
@@ -246,13 +246,13 @@ class ChatTemplate:
         return other
 
     def recalling(self, recall: Recall) -> ChatTemplate:
-        """Return one like this that renders deltas over what `recall` says."""
+        """Return a copy that renders deltas over the part given by `recall`."""
         other = copy(self)
         other.capabilities = msgspec.structs.replace(self.capabilities, recall=recall)
         return other
 
     def delta_after_text(self, new: Sequence[Message], history: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-        """See `delta`: after an assistant's turn that has content and nothing else."""
+        """See `delta`: after an assistant's turn that has only content."""
         return self._after_sentinel([*history, {"role": "assistant", "content": SENTINEL}, *new], new, tools)
 
     def delta_after_calls(
@@ -264,7 +264,7 @@ class ChatTemplate:
     ) -> str:
         """See `delta`: after an assistant's turn that ends with calls.
 
-        Begins with the token that closes the turn, or, if nothing does, that opens the next one.
+        Begins with the token that closes the turn, or else with the token that opens the next one.
         """
         spoken = assistant_message(self.sentinel_calls(calls))
         after = self._after_sentinel([*history, spoken, *new], new, tools)
@@ -276,7 +276,7 @@ class ChatTemplate:
     def sentinel_calls(self, calls: Sequence[Message]) -> list[Message]:
         """Return the names and ids of `calls`, without their arguments, and with the sentinel in the first one.
 
-        Templates that write one call at a time write the first one, too.
+        Templates that write one call at a time still write the first one.
         """
         ids = [(call["function"]["name"], call["id"]) for call in calls] or [("none", call_id(0))]
         bare = [_call(name, identity, {}) for name, identity in ids]
@@ -284,7 +284,7 @@ class ChatTemplate:
         return [self.as_wanted(call) for call in bare]
 
     def as_wanted(self, call: Message) -> Message:
-        """Return `call` with its arguments as this template wants them."""
+        """Return `call` with its arguments in the form that this template expects."""
         if not self.capabilities.json_arguments:
             return call
         function = call["function"]
@@ -292,7 +292,7 @@ class ChatTemplate:
         return {**call, "function": {**function, "arguments": written}}
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
-        """Return what the template makes of exactly these messages. Raises HandlerError as `prompt` does."""
+        """Return the rendering of exactly these messages. Raises HandlerError as `prompt` does."""
         if self.capabilities.lists_content:
             messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
         try:
@@ -303,7 +303,7 @@ class ChatTemplate:
             raise HandlerError(f"the model's chat template refuses these messages: {exc}") from exc
 
     def said_in(self, text: str, prompt: str) -> str | None:
-        """Return what is said in `text` after `prompt`, up to the next token that structures the dialogue."""
+        """Return the part of `text` after `prompt`, up to the next token that structures the dialogue."""
         if not text.startswith(prompt):
             return None
         end = self._control.search(text, len(prompt))
@@ -327,7 +327,7 @@ class ChatTemplate:
 
 
 def assistant_message(calls: Sequence[Message], content: str = "", reasoning: str = "") -> Message:
-    """Return an assistant's turn in parts. Templates test whether a part is there, so one that is empty is left out."""
+    """Return an assistant's turn in parts. Empty parts are omitted, because templates test for their presence."""
     parts: Message = {"role": "assistant", "content": content}
     if reasoning:
         parts |= dict.fromkeys(REASONING_FIELDS, reasoning)
@@ -335,10 +335,10 @@ def assistant_message(calls: Sequence[Message], content: str = "", reasoning: st
 
 
 def spoken_message(text: str, opened: str, form: ReasoningForm, calls: Sequence[Message] = ()) -> Message:
-    """Return a turn's text, without its `calls`, as an assistant's message for a template that takes it in this form.
+    """Return a turn's text, without its `calls`, as an assistant message for a template with this form of reasoning.
 
-    `opened`: `<think>` and what follows it at the prompt's end; empty: the prompt did not end so. Reasoning that does
-    not end is all there is.
+    `opened`: `<think>` and the text after it at the prompt's end, or empty. If reasoning does not end, the message
+    contains nothing else.
     """
     if form == "opened":
         text = opened + text
@@ -360,7 +360,7 @@ def _call(name: str, identity: str, arguments: Any) -> Message:
 
 
 def _tools_in_system(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-    """Append the instructions for `tools` to the system message; without one they become it."""
+    """Append the instructions for `tools` to the system message, or create one from them."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = (
         "# Tools\n\nYou may call functions to help with the task. Their signatures, as JSON schemas, are between "
@@ -375,7 +375,7 @@ def _tools_in_system(messages: Sequence[Message], tools: Sequence[ToolSchema]) -
 
 
 def _system_as_user(messages: Sequence[Message]) -> list[Message]:
-    """Put what a system message says before what the user says first, as Gemma 3's template does."""
+    """Put the text of a system message before the first user message, as Gemma 3's template does."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     system, *rest = messages

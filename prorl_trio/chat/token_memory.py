@@ -1,7 +1,7 @@
-"""The memory that the tokens of rollouts are recorded in: the node's arena, or private memory.
+"""The memory in which the tokens of rollouts are recorded: the node's arena, or private memory.
 
-A rollout reserves room for the longest trajectory it can have before it starts, so that it never waits for room once it
-runs. One that gets none, or outgrows it while the arena is full, goes on in private memory, and is counted.
+A rollout reserves room for its longest possible trajectory before it starts, so that it never waits for room while it
+runs. A rollout without a reservation, or beyond it while the arena is full, uses private memory, and is counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST_PRIVATE_TOKENS: Final = 1024
 
 
 class PrivateTokens:
-    """A `prorl_ipc.arena.TokenBuffer` in memory that is this process's alone and ends with its last view."""
+    """A `prorl_ipc.arena.TokenBuffer` in private memory of this process, which is freed with its last view."""
 
     def __init__(self) -> None:
         self._length = 0
@@ -36,7 +36,7 @@ class PrivateTokens:
         return self._length
 
     def arrays(self) -> TokenArrays:
-        """Read-only views of the tokens so far."""
+        """Read-only views of the current tokens."""
         return self._whole.first(self._length)
 
     def append(
@@ -56,14 +56,14 @@ class PrivateTokens:
 
     @classmethod
     def copy_of(cls, arrays: TokenArrays) -> PrivateTokens:
-        """Holds what `arrays` hold now."""
+        """Return a copy of the current contents of `arrays`."""
         copy = cls()
         copy._whole, copy._length = _grown(arrays, 2 * len(arrays.token_ids), len(arrays.token_ids)), len(arrays[0])
         return copy
 
 
 class SegmentTokens:
-    """The tokens of one segment as it grows. Made by `RolloutTokens.open_segment`."""
+    """The tokens of one growing segment. `RolloutTokens.open_segment` creates it."""
 
     def __init__(self, buffer: TokenBuffer | None, memory: TokenMemory | None) -> None:
         self._shared = buffer
@@ -94,14 +94,14 @@ class SegmentTokens:
     ) -> None:
         """Add tokens: sampled ones with their `logprobs` (mask 1), others without (mask 0). All or nothing.
 
-        Errors as `TokenBuffer.append`, but never that there is no room.
+        Errors as `TokenBuffer.append`, except a lack of room.
         """
         try:
             self._buffer.append(token_ids, logprobs)
         except ArenaFull:
             assert self._shared is not None
             assert self._memory is not None
-            self._memory.make_room()  # outcomes that wait there for a trainer go to it as frames instead
+            self._memory.make_room()  # outcomes waiting there for a trainer are sent as frames instead
             try:
                 self._buffer.append(token_ids, logprobs)
             except ArenaFull:
@@ -112,14 +112,14 @@ class SegmentTokens:
                 self._private.append(token_ids, logprobs)
 
     def seal(self) -> None:
-        """Return the memory that is not needed to the arena; nothing may be appended. Earlier views end. Idempotent."""
+        """Return unused memory to the arena; nothing may be appended afterwards. Earlier views end. Idempotent."""
         if self._shared is not None:
             self._shared.seal()
 
     def release(self) -> None:
         """Release the tokens. Idempotent.
 
-        Those in the arena live on as long as somebody pins them.
+        Pinned tokens in the arena live on.
         """
         if self._shared is not None:
             self._shared.release()
@@ -128,7 +128,7 @@ class SegmentTokens:
 class RolloutTokens:
     """All tokens of one attempt at a rollout.
 
-    Made by `TokenMemory.reserve`, or `RolloutTokens()` for private memory only. Whoever asked for it calls `release`.
+    Made by `TokenMemory.reserve`, or `RolloutTokens()` for private memory only. The requester must call `release`.
     """
 
     def __init__(self, memory: TokenMemory | None = None, reserved: TokenBuffer | None = None) -> None:
@@ -140,7 +140,7 @@ class RolloutTokens:
     def open_segment(self) -> SegmentTokens:
         """Return memory for a new segment.
 
-        It is the reservation for the first, then what the arena has, then private memory.
+        The first segment uses the reservation; later ones use free room of the arena, or private memory.
         """
         buffer, self._reserved = self._reserved, None
         if buffer is None and self._memory is not None and self._reserved_tokens:
@@ -152,7 +152,7 @@ class RolloutTokens:
     def release(self) -> None:
         """Release the memory of all segments, at the end of the attempt. Idempotent; never fails.
 
-        Whoever wants the tokens must have copied or pinned them.
+        Tokens that are still needed must have been copied or pinned.
         """
         if self._reserved is not None:
             self._reserved.release()
@@ -162,10 +162,10 @@ class RolloutTokens:
 
 
 class TokenMemory:
-    """Gives rollouts their room. One per node, for its loop's thread; without an arena all memory is private.
+    """Reserves room for rollouts. One per node, for its loop's thread; without an arena all memory is private.
 
     Attributes:
-        make_room: called when there is no room: frees what can be done without, if there is any.
+        make_room: called when there is no room, to free memory that is not essential.
     """
 
     def __init__(self, arena: Arena | None = None, make_room: Callable[[], None] = lambda: None) -> None:
@@ -176,16 +176,16 @@ class TokenMemory:
         self._waiting = 0
 
     async def reserve(self, tokens: int, *, timeout_s: float) -> RolloutTokens:
-        """Wait for room for a rollout of `tokens`, for `timeout_s` at most; then it gets private memory.
+        """Wait for room for a rollout of `tokens`, for at most `timeout_s`; then use private memory.
 
-        It gets that at once where the arena is smaller than that altogether. When cancelled, nothing was reserved.
-        Needs an arena.
+        Private memory is used at once if the whole arena is smaller. When cancelled, nothing was reserved. Needs an
+        arena.
         """
         self._waiting += 1
         try:
             with trio.move_on_after(timeout_s):
                 return RolloutTokens(self, await self._wait_buffer(tokens))
-        except ArenaFull:  # it would be too small if it were empty
+        except ArenaFull:  # too small even when empty
             pass
         finally:
             self._waiting -= 1
@@ -206,15 +206,14 @@ class TokenMemory:
         return buffer
 
     def tokens_of(self, buffer: TokenBuffer) -> int:
-        """Return the number of tokens that `buffer` has room for."""
         assert self.arena is not None
         return buffer.blocks * self.arena.memory.block_tokens
 
     def statistics(self) -> dict[str, int]:
-        """Return live figures: the arena's, if there is one, and those of rollouts.
+        """Return live figures: the arena's, if there is one, and the rollouts'.
 
-        `waiting` rollouts wait for room. Of all so far, `private_total` got none, and `spilled_total` segments outgrew
-        theirs while the arena was full.
+        `waiting` rollouts wait for room. In total, `private_total` rollouts got no room, and `spilled_total` segments
+        outgrew theirs while the arena was full.
         """
         own = {"waiting": self._waiting, "private_total": self._private_total, "spilled_total": self.spilled_total}
         if self.arena is None:
@@ -233,7 +232,6 @@ def _allocate(tokens: int) -> TokenArrays:
 
 
 def _grown(arrays: TokenArrays, tokens: int, used: int) -> TokenArrays:
-    """A larger copy of the first `used` tokens."""
     larger = _allocate(max(FIRST_PRIVATE_TOKENS, tokens))
     larger.token_ids[:used] = arrays.token_ids[:used]
     larger.logprobs[:used] = arrays.logprobs[:used]

@@ -1,8 +1,8 @@
-"""Reading an assistant's text: reasoning, content and tool calls. Total functions: no input makes them raise.
+"""Parsing of an assistant's text: reasoning, content and tool calls. Total functions: no input makes them raise.
 
-How calls are written differs between families (see `families`); without another syntax it is the one ChatML models are
-trained on: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times. A call that cannot be
-understood is a `ToolCall` with an `error` to show to the policy, never nothing.
+The syntax of calls differs between families (see `families`). The default is the syntax of ChatML models:
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times. An unreadable call is not dropped: it
+becomes a `ToolCall` with an `error` to show to the policy.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from prorl_trio.chat.families.call_values import Tools
 
 MAX_TOOL_CALLS_PER_TURN = 64
-"""Calls parsed of one turn. What follows is one more call, with an error."""
+"""Limit of calls parsed in one turn. The text after them becomes one more call, with an error."""
 
 MAX_TAGS_PER_TURN = 500
-"""Tags read of one turn that may begin a call or a thought. The rest is one more call, with an error."""
+"""Limit of opening tags read in one turn. The text after them becomes one more call, with an error."""
 
 _EXPECTED = 'a JSON object {"name": "<tool>", "arguments": {...}}'
 _FENCE_LINE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^`\r\n]*)\r?$", re.MULTILINE)
 MAX_FENCES = 1000
-"""Lines with a fence, as CommonMark has them, that are looked at in one turn. What follows is content."""
+"""Limit of CommonMark fence lines examined in one turn. The text after them is content."""
 
 
 def parse_tool_calls(text: str, known_tools: Tools) -> tuple[str, list[ToolCall]]:
@@ -41,17 +41,18 @@ def parse_tool_calls(text: str, known_tools: Tools) -> tuple[str, list[ToolCall]
 def parse_turn(
     text: str, known_tools: Tools, *, syntax: CallSyntax = HERMES, opened_thinking: bool = False
 ) -> SpokenTurn:
-    """Take an assistant's text apart. Never raises.
+    """Parse an assistant's text. Never raises.
 
-    Lenient only where there is one way to read it: arguments given as a JSON string, `parameters` for `arguments`, raw
-    newlines inside strings, a missing `</tool_call>` after a complete object, and, where there is no call in the
-    family's syntax at all, a bare object as the whole text or in a fenced block, if it names one of `known_tools`.
+    It is lenient only if the text has one possible meaning: arguments given as a JSON string, `parameters` instead of
+    `arguments`, raw newlines inside strings, or a missing `</tool_call>` after a complete object. If the text contains
+    no call in the family's syntax, a bare object counts that is the whole text or in a fenced block, and names one of
+    `known_tools`.
 
     Args:
         text: without the tokens that structure the dialogue.
-        known_tools: the names a call may have; any other is an error that lists these.
-        syntax: how the family writes calls and reasoning.
-        opened_thinking: the prompt ended with what opens reasoning, so the text starts inside it.
+        known_tools: the names a call may have; any other name is an error that lists these.
+        syntax: the family's syntax of calls and reasoning.
+        opened_thinking: the prompt ended with the opening tag of reasoning, so the text starts inside it.
     """
     reader = _TurnReader(text, syntax)
     if opened_thinking and syntax.thoughts:
@@ -62,7 +63,7 @@ def parse_turn(
     whole = syntax.whole_turn(rest, known_tools) if syntax.whole_turn is not None else None
     if whole is not None:
         return _limited(whole._replace(reasoning="\n".join([*reader.reasoning, whole.reasoning]).strip()))
-    if (call := _bare_call(rest, known_tools)) is not None:  # whatever tags its strings contain
+    if (call := _bare_call(rest, known_tools)) is not None:  # even if its strings contain tags
         return SpokenTurn("", "\n".join(reader.reasoning), [call])
     calls: list[ToolCall] = []
     tags = 0
@@ -107,14 +108,14 @@ class _TurnReader:
         return match
 
     def thought_at(self, start: int) -> str | None:
-        """Return what opens reasoning at `start`, if something does."""
+        """Return the opening tag of reasoning at `start`, if any."""
         for opened in self._thoughts:
             if self.text.startswith(opened, start):
                 return opened
         return None
 
     def think(self, opened: str, start: int) -> None:
-        """Take the reasoning at `start`, with or without the `opened` tag there; unclosed, it is all the rest."""
+        """Read the reasoning at `start`, with or without the `opened` tag there; unclosed, it is all the rest."""
         if self.text.startswith(opened, start):
             start += len(opened)
         close = self._thoughts[opened]
@@ -125,7 +126,7 @@ class _TurnReader:
 
 
 def too_many_calls(raw: str) -> ToolCall:
-    """Return the call that stands for those beyond `MAX_TOOL_CALLS_PER_TURN`; `raw` is their text."""
+    """Return the call that represents all calls beyond `MAX_TOOL_CALLS_PER_TURN`; `raw` is their text."""
     error = f"more than {MAX_TOOL_CALLS_PER_TURN} tool calls in one turn; these and what follows were not run"
     return ToolCall(name="", arguments={}, raw=raw, error=error)
 
@@ -136,7 +137,7 @@ def _unread(raw: str) -> ToolCall:
 
 
 def _limited(turn: SpokenTurn) -> SpokenTurn:
-    """Hold the calls of a turn to their limit also where many of them are read at once."""
+    """Enforce the limit of calls in a turn even if many are read at once."""
     calls = turn.tool_calls
     if len(calls) <= MAX_TOOL_CALLS_PER_TURN:
         return turn
@@ -145,7 +146,7 @@ def _limited(turn: SpokenTurn) -> SpokenTurn:
 
 
 def _parse_fences(said: str, known_tools: Collection[str]) -> tuple[str, list[ToolCall]]:
-    """Find calls written as fenced blocks instead of in the family's syntax. Whatever else is there, is content."""
+    """Find calls in fenced blocks instead of in the family's syntax. All other text is content."""
     calls: list[ToolCall] = []
     content: list[str] = []
     position, opened = 0, None
@@ -165,7 +166,7 @@ def _parse_fences(said: str, known_tools: Collection[str]) -> tuple[str, list[To
 
 
 def _bare_call(text: str, known_tools: Collection[str]) -> ToolCall | None:
-    """Return the call that `text` is as a whole, or None: without a tag, broken JSON is no attempt at a call."""
+    """Return the call that `text` is as a whole, or None: without a tag, broken JSON is not an attempt at a call."""
     text = text.strip()
     if not text.startswith("{"):
         return None

@@ -111,7 +111,7 @@ class BackendCalls(_BackendVerbs, abc.ABC):
     """The operations on the node's pool of LLM backends.
 
     Each method returns when the node has answered, and raises ServiceError when the session is over. A cancel withdraws
-    the request. The request then has no effect, unless the node had already carried it out.
+    the request. It then changes nothing, unless the node had already carried it out.
 
     Attributes:
         weight_stores: the folders of the weights that `PolicyUpdate.load_state_dict` wrote.

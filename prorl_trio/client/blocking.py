@@ -86,7 +86,7 @@ class HostedBlock(Generic[T]):
     async def leave(self, *, abandon: bool) -> None:
         """Leave the block, as if by an exception if `abandon`, and wait until it is left.
 
-        Calling it again has no effect.
+        Further calls do nothing.
         """
         self._abandoned = self._abandoned or abandon
         self._leave.set()
@@ -404,7 +404,7 @@ class Hosted(Generic[T]):
     def leave(self, *, abandon: bool) -> None:
         """Leave the block, as if by an exception if `abandon`, and wait until it is left.
 
-        Calling it again has no effect.
+        Further calls do nothing.
 
         Raises the exception that leaving raises, or the exception that had ended the block.
         """

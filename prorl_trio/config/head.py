@@ -26,27 +26,26 @@ if TYPE_CHECKING:
 
 
 class HeadConfig(Table, frozen=True):
-    """Everything that the head of a fleet needs. Its tables are those of node.toml.
+    """All settings of the head of a fleet. Its tables are also in node.toml.
 
     Attributes:
-        node_id: the name of the head.
+        node_id: name of the head.
         fleet: `dir` is the folder of the fleet's nodes.
-        model: of the fleet. Only the ProRL endpoints need it (`rest.prorl_compat`).
-        allowed_engines: addresses of engines that may be added by those endpoints, as `backends.allowed` of a node;
-            empty: those of this machine.
-        arena: memory for outcomes of trainers on the same machine. All of it may hold outcomes that wait
-            (`shared_bytes`), as nothing is recorded here; so `room_timeout_s` has no effect.
-        ledger: `dir` should be on a disk that the head's next start finds, which `auto` is on the same machine.
-        drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves. What is left then is the next
-            start's, if the ledger is on a disk; else it is cancelled.
-        on_hangup: at SIGHUP the head drains, or reads `listen.token_file` again; `auto`: it drains if it was started
-            from a terminal, which is gone then.
-        max_undelivered: jobs of one session, running or finished and not acknowledged.
+        model: the fleet's model. Only the ProRL endpoints need it (`rest.prorl_compat`).
+        allowed_engines: engines that these endpoints may add, as in `backends.allowed` of a node. Empty: engines of
+            this machine.
+        arena: memory for outcomes of trainers on the same machine. All of it may hold waiting outcomes
+            (`shared_bytes`), and `room_timeout_s` has no effect.
+        ledger: `dir` should be on a disk that the head's next start finds. `auto` works on the same machine.
+        drain_timeout_s: time after the first SIGTERM for live jobs to end. The next start runs the others if the ledger
+            is on a disk. Otherwise they are cancelled.
+        on_hangup: at SIGHUP, `drain`, or `reload` only `listen.token_file`. `auto`: drain if the head was started from
+            a terminal, which has then closed.
+        max_undelivered: running or unacknowledged jobs of one session.
         max_queued: jobs that may wait for a place on a node.
-        recovery_timeout_s: time after a start in which the nodes of the folder are joined. Jobs that began before, and
-            that no joined node has then, begin their next attempt.
-        member_timeout_s: time for which a node keeps its jobs that is cut off from the head, or answers no submit,
-            but lives by its entry.
+        recovery_timeout_s: time after a start to join the nodes of the folder. Then older jobs without a node begin
+            their next attempt.
+        member_timeout_s: time until a live node loses its jobs, if the head cannot reach it or its submits time out.
     """
 
     node_id: Annotated[str, msgspec.Meta(pattern=NODE_ID)] = "head"

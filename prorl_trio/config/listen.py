@@ -40,42 +40,40 @@ MOVED: Final = {
 
 
 class ListenConfig(Table, frozen=True):
-    """The node's one server. The WebSocket of trainers is at the path `/`, REST is at the paths that `/docs` lists.
+    """The node's only server. The WebSocket is at the path `/`, and `/docs` lists the REST paths.
 
     Attributes:
         host: address or name to listen on.
-        port: 0 takes a free one.
-        descriptors: numbers of inherited sockets that listen already, as systemd passes them from 3 on: `[3]`. If one
-            is a TCP socket, `host` and `port` are not bound. TLS is spoken on TCP sockets only.
-        token: the secret that trainers show: one line of printable ASCII. It, or `token_file`, is required. A new token
-            ends the connections that showed the former one; their sessions and jobs go on.
-        token_file: file that holds the token, of mode 0600. It is read again at SIGHUP.
-        endpoint_file: written once the node listens: `{"url": "ws://...", "rest_url": "http://..."}`; empty: none.
-        unix_socket: path of one more listener, for trainers on the same host (`unix://PATH`), never with TLS; through
-            the socket beside it they map the arena. Its folder must have mode 0700, and is made so if it is missing.
-            `auto`: in a folder beside the endpoint file, if there is one, and for the head of a fleet without, in the
-            machine's temporary folder; empty: none.
-        hosts: host names by which proxies and clients without the token address this node, as
-            `["rollouts.example.com"]`, and whose pages may use it from a browser. IP addresses, `localhost`, the
-            machine's name and the names in `listen.host` and `fleet.advertise` need not be listed. Requests that have
-            the token, and programs that use the WebSocket, may use any name.
-        tls_cert, tls_key: PEM files, the key of mode 0600. With both the port speaks TLS: `wss://` and `https://`.
-        max_connections: HTTP connections with the token, event streams and long polls included; more are refused.
-        max_unauthenticated: connections that have not shown the token yet. One more makes another one give way.
-        max_header_bytes: longest head of a request.
-        max_body_bytes: longest body of a request.
-        handshake_timeout_s: time for each step of a new connection: its first byte, the TLS handshake, the head of a
-            request, the first frame of a trainer.
-        idle_timeout_s: time between two requests of a connection.
-        body_timeout_s: time for the body of a request.
-        send_timeout_s: time for a client to take the next 256 KiB of an answer.
-        close_timeout_s: at the node's end, time for requests in progress to be answered, and for trainers to take what
-            is queued for them.
-        max_message_bytes: longest message of a trainer's connection, and so the largest outcome.
-        max_sessions: sessions with a connection, and sessions that hold nothing: of the latter the one that was left
-            alone longest gives way to a new one.
-        heartbeat_interval_s: time between two heartbeats to a trainer; less than `heartbeat_timeout_s`.
-        heartbeat_timeout_s: a trainer's connection on which nothing came for so long is lost.
+        port: port to listen on. 0: any free port.
+        descriptors: numbers of inherited listening sockets. systemd passes them from 3 on: `[3]`. If one is a TCP
+            socket, `host` and `port` are not used. Only TCP sockets use TLS.
+        token: the trainers' secret, one line of printable ASCII. Either this or `token_file` is required. A new token
+            closes connections with the old one. Their sessions and jobs continue.
+        token_file: file with the token, mode 0600. It is read again at SIGHUP.
+        endpoint_file: file that the node writes when it listens: `{"url": "ws://...", "rest_url": "http://..."}`.
+            Empty: none.
+        unix_socket: path of a listener for local trainers (`unix://PATH`), without TLS. Through a socket next to it
+            they map the arena. Its folder needs mode 0700, and is created if missing. `auto`: in a folder next to the
+            endpoint file, if there is one. A head without endpoint file uses the temporary folder. Empty: none.
+        hosts: host names that proxies and clients without the token may use, for example `["rollouts.example.com"]`.
+            Browser pages of these hosts may use the node. IP addresses, `localhost`, the machine's name, `listen.host`
+            and `fleet.advertise` are always allowed. Requests with the token may use any name.
+        tls_cert, tls_key: PEM files, the key with mode 0600. With both, the port uses TLS: `wss://` and `https://`.
+        max_connections: HTTP connections with the token, including event streams and long polls. Further connections
+            are refused.
+        max_unauthenticated: connections that have not sent the token. A new connection evicts another.
+        max_header_bytes: size of a request's head.
+        max_body_bytes: size of a request's body.
+        handshake_timeout_s: timeout of each step of a new connection: first byte, TLS handshake, request head, first
+            frame.
+        idle_timeout_s: timeout between two requests of a connection.
+        body_timeout_s: timeout of a request's body.
+        send_timeout_s: time for a client to receive the next 256 KiB of an answer.
+        close_timeout_s: time at shutdown for open requests, and for trainers to receive queued outcomes.
+        max_message_bytes: size of a message on a trainer's connection, and of an outcome.
+        max_sessions: connected or empty sessions. A new session evicts the empty session with the longest idle time.
+        heartbeat_interval_s: interval of heartbeats to a trainer, less than `heartbeat_timeout_s`.
+        heartbeat_timeout_s: a trainer's connection without messages for this time is closed.
     """
 
     host: str = "127.0.0.1"
@@ -116,27 +114,27 @@ class ListenConfig(Table, frozen=True):
 
 
 class RestConfig(Table, frozen=True):
-    """REST, at the same port as the WebSocket, with the same token, sessions and jobs.
+    """REST, on the port of the WebSocket, with the same token, sessions and jobs.
 
     Attributes:
-        max_wait_s: whatever `?wait=` asks for, an answer comes by then.
-        results_retention_s: an outcome of a session that was begun here, and that no trainer is connected to, is
-            dropped after so long if it was neither acknowledged nor deleted.
-        max_jobs_per_request: jobs in one request that does not wait for them.
+        max_wait_s: longest wait of a request, whatever `?wait=` requests.
+        results_retention_s: time until an unacknowledged outcome is dropped, if its session was created by REST and no
+            trainer is connected.
+        max_jobs_per_request: jobs in one request without a wait.
         max_results_per_reply: outcomes in one answer.
-        max_reply_bytes: size of the outcomes in one answer; the first one always fits.
+        max_reply_bytes: size of the outcomes in one answer. The first outcome always fits.
         max_event_streams: listeners of `/v1/events`.
         event_buffer_events: events that a listener may lag behind.
-        event_heartbeat_interval_s: time between two comments in an event stream.
-        prorl_compat: serve the endpoints of the ProRL Agent server, too.
-        prorl_compat_token: require the token for them. That server's clients have no field for it, but take it in a URL
-            (`http://any:TOKEN@HOST:PORT`). `false` lets every user of this machine use them, and is refused if others
-            could come: `listen.host` is not a loopback address, or sandboxes have a network.
-        prorl_compat_timeout_s: their `/process` answers by then; the job goes on.
-        data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`. For `swe`, a published
-            row (SWE-bench, SWE-Gym, SWE-rebench, SWE-smith, R2E-Gym) becomes the payload.
-        swe_specs: for such rows that do not say how their tests are run, as those of SWE-bench 4 and SWE-Gym: a JSON
-            file of commands by repository and version, as of `prorl-trio eval --specs`. Empty: they are refused.
+        event_heartbeat_interval_s: interval of comments in an event stream.
+        prorl_compat: serve the endpoints of the ProRL Agent server.
+        prorl_compat_token: require the token for these endpoints. Their clients pass it in the URL
+            (`http://any:TOKEN@HOST:PORT`). `false` admits every user of this machine. It is refused if `listen.host` is
+            not a loopback address, or sandboxes have a network.
+        prorl_compat_timeout_s: timeout of their `/process`. The job continues.
+        data_sources: for `prorl_compat`: handler by `data_source`. With `swe`, a published row (SWE-bench, SWE-Gym,
+            SWE-rebench, SWE-smith, R2E-Gym) becomes the payload.
+        swe_specs: for rows without test commands (SWE-bench 4, SWE-Gym): a JSON file of commands by repository and
+            version, as for `prorl-trio eval --specs`. Empty: such rows are refused.
     """
 
     max_wait_s: SecondsOrZero = 600.0

@@ -85,23 +85,21 @@ MAX_SESSION_WEIGHT: Final = 100.0
 
 
 class LedgerConfig(Table, frozen=True):
-    """The ledger keeps jobs and outcomes, so that they outlive the node.
+    """The ledger stores jobs until they have an outcome, and outcomes until they are acknowledged.
 
-    An accepted job is kept until it has an outcome, and an outcome until it is acknowledged. One node at a time uses a
-    folder, which is on a disk of its own machine.
+    Its folder is on a local disk, and only one node uses it at a time.
 
     Attributes:
         dir: the folder. `auto`: `prorl-trio/NODE_ID` in $XDG_STATE_HOME (~/.local/state) if `node_id` is set, else
-            none. Empty: none. Without one the ledger is in memory, and nothing outlives the node.
-        on_restart: what becomes of jobs that were not finished: `retry` runs them again, `fail` ends them.
-        max_attempts: a job that is not finished, and of which so many attempts began, is not run again.
-        log_bytes: size of the write-ahead log at which it is copied into the database and begun anew.
-        reserve_bytes: preallocated on the disk, for outcomes when it is full; an outcome takes twice its size of it.
-        max_bytes: size on the disk, of the database, its log and the reserve.
-        tombstone_s: a job acknowledged less than that ago is not run again for the session that had it. Of the time in
-            which the node runs: no clock that somebody sets makes it shorter.
-        hot_outcome_bytes: memory for outcomes that are not acknowledged; those that do not fit are read from the disk
-            when somebody takes them. Where the ledger is in memory, all of them are: see `admission`.
+            empty. Empty: the ledger is in memory, and is lost when the node ends.
+        on_restart: whether the next start runs unfinished jobs again (`retry`) or fails them (`fail`).
+        max_attempts: a restart fails unfinished jobs that already had this many attempts.
+        log_bytes: size at which the write-ahead log is copied into the database.
+        reserve_bytes: disk space reserved for outcomes on a full disk. An outcome takes twice its size.
+        max_bytes: size of the database, its log and the reserve.
+        tombstone_s: time for which a session cannot run an acknowledged job again. Only the node's running time counts.
+        hot_outcome_bytes: memory for unacknowledged outcomes. Others are read from the disk when they are sent. A
+            ledger in memory ignores this: see `admission`.
     """
 
     dir: str = "auto"
@@ -133,18 +131,18 @@ class LedgerConfig(Table, frozen=True):
 
 
 class ArenaConfig(Table, frozen=True):
-    """Memory for the tokens of live and undelivered trajectories, which trainers on the same host can map.
+    """Shared memory for the tokens of live and undelivered trajectories. Trainers on the same host can map it.
 
-    A rollout starts when there is room for the longest trajectory it can have.
+    A rollout starts when there is room for its longest possible trajectory.
 
     Attributes:
-        enabled: have one; without, tokens are in the node's private memory and go to trainers as frames.
-        size_bytes: its size; 0: 1 GiB, or a tenth of the memory if that is less. Committed as it is written.
-        shared_bytes: part of it for outcomes that wait for trainers who map them; more are delivered as frames. 0: half
-            of it.
-        room_timeout_s: a rollout that waited so long for room, which no budget is charged for, goes on in the node's
-            private memory.
-        max_readers: trainers who map it at once; further ones are sent frames.
+        enabled: use an arena. Without it, tokens are in private memory, and trainers get them as frames.
+        size_bytes: size, committed as it is written. 0: 1 GiB, or a tenth of the memory if that is less.
+        shared_bytes: part for undelivered outcomes of trainers that map the arena. Other outcomes are sent as frames.
+            0: half of the arena.
+        room_timeout_s: time that a rollout waits for room, without a charge to its budgets. Then it uses private
+            memory.
+        max_readers: trainers that map the arena at the same time. Further trainers get frames.
     """
 
     enabled: bool = True
@@ -155,15 +153,15 @@ class ArenaConfig(Table, frozen=True):
 
 
 class StagesConfig(Table, frozen=True):
-    """Workers of each stage, and how many jobs may wait for each.
+    """Workers and queues of each stage.
 
     Attributes:
-        init_workers: jobs in INIT at once, where sandboxes are made.
-        run_workers: jobs in RUN at once, where the policy takes its turns.
-        eval_workers: jobs in EVAL at once, where outcomes are scored.
-        init_queue: jobs that may wait for INIT; a full queue rejects submissions.
-        ready_queue: jobs that may wait for RUN, with a sandbox each; a full queue holds INIT up.
-        eval_queue: jobs that may wait for EVAL; a full queue holds RUN up.
+        init_workers: concurrent jobs in INIT, which prepares sandboxes.
+        run_workers: concurrent jobs in RUN, in which the policy takes its turns.
+        eval_workers: concurrent jobs in EVAL, which scores rollouts.
+        init_queue: jobs that may wait for INIT. A full queue rejects submissions.
+        ready_queue: jobs with a sandbox that may wait for RUN. A full queue blocks INIT.
+        eval_queue: jobs that may wait for EVAL. A full queue blocks RUN.
     """
 
     init_workers: Processes = 4
@@ -175,18 +173,18 @@ class StagesConfig(Table, frozen=True):
 
 
 class AdmissionConfig(Table, frozen=True):
-    """Limits of what a node holds before it rejects jobs, besides `stages.init_queue`.
+    """Limits above which a node rejects jobs, in addition to `stages.init_queue`.
 
-    Which limit it was, and when there will probably be room, is in the rejection.
+    A rejection names the limit and estimates when there is room.
 
     Attributes:
-        session_weights: weights by session id, of those that are not 1, from 0.01 to 100. Sessions share the workers:
-            each has the share of its weight, as long as it has jobs waiting.
-        max_queued_per_session: jobs of a session that wait for INIT.
-        max_live: jobs that have no outcome yet.
-        max_live_per_session: of them, those of one session.
-        max_undelivered: outcomes that are not acknowledged.
-        max_undelivered_bytes: size of those outcomes.
+        session_weights: shares of the workers by session id, from 0.01 to 100. The default is 1. Only sessions with
+            waiting jobs count.
+        max_queued_per_session: jobs of one session that wait for INIT.
+        max_live: jobs without an outcome.
+        max_live_per_session: jobs of one session without an outcome.
+        max_undelivered: unacknowledged outcomes.
+        max_undelivered_bytes: size of unacknowledged outcomes.
     """
 
     session_weights: dict[str, float] = msgspec.field(default_factory=dict)
@@ -210,14 +208,14 @@ class AdmissionConfig(Table, frozen=True):
 
 
 class BudgetConfig(Table, frozen=True):
-    """Default seconds of a job; a job may ask for others. Queue time is not charged. See `prorl_trio.Budgets`.
+    """Default time limits of a job. A job may set others (`prorl_trio.Budgets`). Time in queues is not charged.
 
     Attributes:
         init_s: time for INIT.
-        run_s: time for RUN, but for the time of `agent_s`, waits for a backend, and pauses.
+        run_s: time for RUN, without the time of `agent_s`, waits for a backend, and pauses.
         eval_s: time for EVAL.
         total_s: time for all stages together.
-        agent_s: time in RUN for the tools that the policy calls and the tokens that it samples.
+        agent_s: time in RUN for the policy's tool calls and sampled tokens.
     """
 
     init_s: Seconds = 120.0
@@ -234,12 +232,11 @@ class BudgetConfig(Table, frozen=True):
 
 
 class MonitoringConfig(Table, frozen=True):
-    """Notices of stalls of the event loop.
+    """Reports of a blocked event loop.
 
     Attributes:
-        stall_warn_s: a pass of the event loop, in which it answers nobody, that takes longer is logged with the task's
-            name.
-        stall_dump_after_s: log the loop's stack while a pass lasts longer, from a thread of its own; 0 never does.
+        stall_warn_s: log the task's name if one pass of the event loop takes longer than this.
+        stall_dump_after_s: log the loop's stack during a pass that takes longer than this. 0: never.
     """
 
     stall_warn_s: Seconds = 0.25
@@ -247,12 +244,12 @@ class MonitoringConfig(Table, frozen=True):
 
 
 class TelemetryConfig(Table, frozen=True):
-    """Spans of jobs, stages and turns for OpenTelemetry.
+    """OpenTelemetry spans of jobs, stages and turns.
 
     Attributes:
-        otlp_endpoint: where spans go: `http://collector:4318/v1/traces`; empty turns it off.
-        service_name: name of this service in them.
-        max_queued_spans: spans that wait to be sent; more are dropped.
+        otlp_endpoint: destination, for example `http://collector:4318/v1/traces`. Empty: no spans.
+        service_name: name of this service in the spans.
+        max_queued_spans: spans that wait to be sent. Further spans are dropped.
     """
 
     otlp_endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://[^/\s]+\S*)?\Z")] = ""
@@ -261,19 +258,19 @@ class TelemetryConfig(Table, frozen=True):
 
 
 class FleetConfig(Table, frozen=True):
-    """The fleet that this node belongs to: all nodes with an entry in one folder.
+    """The fleet of this node: all nodes with an entry in one folder.
 
     Attributes:
-        dir: the folder, on a disk that all machines of the fleet and its trainer share; made with mode 0700 if it is
-            missing. The node writes `NODE_ID.json` there, with its token. Empty: no fleet.
-        advertise: the host name by which other machines reach this node. Empty: `listen.host`, or, where that is every
-            address of the machine, the machine's name.
-        heartbeat_interval_s: time between two heartbeats; less than a third of `stale_after_s`.
-        stale_after_s: without a heartbeat for so long the node counts as lost, and its jobs are moved.
-        restart_within_s: how long the jobs of this node, if it is lost or its end cuts them, are left to its next
-            start, which finds them in the ledger on its disk; 0: other nodes take them over at once.
-        end_margin_s: time before the end of the node's allocation by which it has ended by itself. Slurm tells the end
-            (`SLURM_JOB_END_TIME`) by its own clock: at least what clocks differ, and what the node's end takes.
+        dir: the folder, on a disk that all machines of the fleet and its trainer share. It is created with mode 0700.
+            The node writes `NODE_ID.json` there, with its token. Empty: no fleet.
+        advertise: host name of this node for other machines. Empty: `listen.host`, or the machine's name if that is
+            every address.
+        heartbeat_interval_s: interval of heartbeats, less than a third of `stale_after_s`.
+        stale_after_s: a node without a heartbeat for this time counts as lost, and its jobs move.
+        restart_within_s: time that the jobs of a lost or ending node wait for its next start with its ledger. 0: other
+            nodes run them at once.
+        end_margin_s: the node ends this long before its allocation does (`SLURM_JOB_END_TIME`). It must cover the
+            difference of clocks and the node's own shutdown.
     """
 
     dir: str = ""
@@ -297,15 +294,15 @@ class FleetConfig(Table, frozen=True):
 
 
 class HealthConfig(Table, frozen=True):
-    """A circuit breaker: a backend that fails is given no more rollouts, and its rollouts move, until it is well again.
+    """A circuit breaker: a failing backend gets no rollouts, and its rollouts move, until probes succeed.
 
     Attributes:
-        interval_s: time between two probes of one backend; 0 for no probes: only calls tell then, and one that is out
-            stays out until it is added again.
-        open_after_failures: failures in a row, of calls (with all their retries) or of probes, that take a backend out.
-            A single call is enough if none was answered since it was taken in again.
-        close_after_successes: successes in a row, of probes, that take it in again; up to eight times as many while the
-            first call afterwards fails.
+        interval_s: interval of probes. 0: no probes, so only calls detect failures, and a removed backend must be added
+            again.
+        open_after_failures: consecutive failures of calls (after retries) or probes that remove a backend. A restored
+            backend is removed again if its first call fails.
+        close_after_successes: consecutive successful probes that restore it. The number grows up to eightfold while the
+            first call after each return fails.
     """
 
     interval_s: SecondsOrZero = 15.0
@@ -321,21 +318,21 @@ class HealthConfig(Table, frozen=True):
 
 
 class LoadConfig(Table, frozen=True):
-    """Balance by the load that engines report on their `/metrics`; nothing of it for one that reports none.
+    """Balancing by the load that engines report on `/metrics`. Engines without such reports are not balanced.
 
-    A rollout moves to another backend, at most once a turn, when its wait here would be more than `skew_margin_s +
-    skew_ratio * (wait there + time to read its prefix there)`.
+    A rollout moves, at most once a turn, if its wait here exceeds `skew_margin_s + skew_ratio * (wait there + time to
+    read its prefix there)`.
 
     Attributes:
-        interval_s: time between two reports of one backend; 0 for none, and then nothing of this happens.
-        skew_margin_s: difference between the two waits that is left alone.
-        skew_ratio: factor between the two waits that is left alone.
-        max_kv_usage: share of the KV cache that running requests may fill. Above it, or when requests lost their place
-            in the cache, the backend gets no more rollouts than `decrease_factor` of those it has; below it the limit
-            grows again, up to `max_tasks_per_backend`. 0: never.
-        decrease_factor: see `max_kv_usage`; above 0 and below 1.
-        increase_tasks: rollouts by which the limit grows again at each report.
-        min_tasks: rollouts that a backend is given however full it is.
+        interval_s: interval of reports. 0: no balancing.
+        skew_margin_s: tolerated difference of the two waits.
+        skew_ratio: tolerated ratio of the two waits.
+        max_kv_usage: share of the KV cache that running requests may fill. Above it, or after preemptions, the
+            backend's limit becomes `decrease_factor` times its rollouts. Below it, the limit grows up to
+            `max_tasks_per_backend`. 0: no limit.
+        decrease_factor: factor for `max_kv_usage`, between 0 and 1.
+        increase_tasks: rollouts by which the limit grows at each report.
+        min_tasks: rollouts that a backend may always have.
     """
 
     interval_s: SecondsOrZero = 2.0
@@ -358,37 +355,34 @@ class LoadConfig(Table, frozen=True):
 
 
 class BackendConfig(Table, frozen=True):
-    """LLM backends known at the start; more may be added while running.
+    """LLM backends known at startup. More may be added to a running node.
 
     Attributes:
-        urls: `http://HOST:PORT` of each.
-        allowed: addresses of further engines that may be added while the node runs: `HOST` or `HOST:PORT`, where HOST
-            is a name, `*.DOMAIN`, an IP address, a network as `10.0.0.0/8` (`[fd00::/8]`), or `*`. A network allows no
-            names. Empty: trainers that have the token may add any; through the endpoints of the ProRL Agent server,
-            only `urls` and loopback addresses can be added.
-        weights: shares of the rollouts, by URL: a backend of weight 2 gets twice as many as one of 1, which others
-            have.
-        engine: what the servers are: `vllm`, `sglang` (tested against a look-alike only), `prorl` (a trainer's own, as
-            the ProRL Agent server knows it: `POST /generate` with `prompt_ids`), a kind that an installed package
-            offers under the entry-point group `prorl_trio.engines`, or `auto`: each is asked as it is registered.
-        max_model_len: the longest context, in tokens, of engines that do not say, which is `prorl` alone; 0: what the
-            model's config.json has as `max_position_embeddings`.
-        stream: have all completions sent token by token: nothing is lost then when one is cut, also where the engine
-            cannot answer an abort with what it has; each token costs the node, and the engine, ten times the CPU.
-        slice_tokens: completions are answered in slices, the first of so many tokens, each further one as long as all
-            before it: one that a time-out, a lost connection or a pause cuts is continued from the slices it has. A few
-            are streamed, to learn an engine's pace, and all those that might take half of `request_timeout_s`. 0: in
-            one piece, and what is cut is sampled again, which favours short completions.
-        required: refuse to start when a backend does not pass its probe; else it is `down`, and joins when it does. One
-            that is paused is no reason to refuse.
-        probe_timeout_s: time for one probe of a backend.
-        request_timeout_s: time for each slice; a stream goes on from what it has then.
-        max_connections_per_backend: calls of one backend at once; more wait.
-        max_tasks_per_backend: rollouts that have a backend at the same time; 0 for no limit of its own (`run_workers`
-            is one for all backends).
-        lease_timeout_s: longest wait of a rollout for a backend with room, charged to no budget.
-        health: when one is given no more rollouts because it fails.
-        load: when one is given no more rollouts because it has enough.
+        urls: `http://HOST:PORT` of each backend.
+        allowed: engines that may be added to a running node: `HOST` or `HOST:PORT`. HOST is a name, `*.DOMAIN`, an IP
+            address, a network such as `10.0.0.0/8` (`[fd00::/8]`), or `*`. A network matches no names. Empty: trainers
+            with the token may add any; ProRL endpoints only `urls` and loopback addresses.
+        weights: shares of the rollouts by URL. A backend of weight 2 gets twice the default share, which is 1.
+        engine: kind of the servers: `vllm`, `sglang` (tested with an imitation only), `prorl` (a trainer's own: `POST
+            /generate` with `prompt_ids`), a kind of an installed package (entry-point group `prorl_trio.engines`), or
+            `auto`, which detects it.
+        max_model_len: context length of engines that do not report it (`prorl`). 0: `max_position_embeddings` of the
+            model's config.json.
+        stream: stream all completions, so that an interrupted completion loses no token. Each token then costs node and
+            engine ten times the CPU time.
+        slice_tokens: tokens of the first slice of a completion. Each further slice is as long as all previous slices
+            together. An interrupted completion continues from its slices. Completions that might take half of
+            `request_timeout_s`, and a few others, are streamed. 0: one piece. Interrupted completions are then sampled
+            again, which favours short ones.
+        required: refuse to start if a backend fails its probe. Otherwise it is `down`, and joins later. A paused
+            backend passes.
+        probe_timeout_s: timeout of a probe.
+        request_timeout_s: timeout of each slice. A stream continues from the received tokens.
+        max_connections_per_backend: concurrent calls of one backend. Further calls wait.
+        max_tasks_per_backend: concurrent rollouts of one backend. 0: only `stages.run_workers` limits them.
+        lease_timeout_s: longest wait of a rollout for a backend with room. It is charged to no budget.
+        health: when a failing backend gets no rollouts.
+        load: when a loaded backend gets no rollouts.
     """
 
     urls: list[str] = msgspec.field(default_factory=list)
@@ -481,20 +475,19 @@ class _Pattern(msgspec.Struct, frozen=True):
 
 
 class ImagesConfig(Table, frozen=True):
-    """Images of registries (`docker://...`) that a task names and the store does not have.
+    """Registry images (`docker://...`) that a task names and the store does not have.
 
-    They are pulled once, by one process of the machine, while all who want them wait; see `docs/images.md`.
+    Each is pulled once per machine for all waiting rollouts (`docs/images.md`).
 
     Attributes:
-        pull: pull them in INIT. Without it, what was not pulled beforehand is refused.
-        max_concurrent_pulls: images at once.
-        max_concurrent_layers: layers of one image at once.
-        timeout_s: time that a rollout waits for its image, charged to no budget; the pull goes on after that.
-        patience_s: time for which a registry may ask to wait, or fail, before a pull fails.
-        max_store_bytes: disk space of the whole store; 0 for no such limit. Pulled images that are not in use make
-            room, the least recently used first.
-        min_free_bytes: so much of the store's disk stays free, for all else that is on it.
-        plain_http: registries, with their ports, that speak no TLS.
+        pull: pull missing images in INIT. Otherwise they are refused.
+        max_concurrent_pulls: concurrent pulls of images.
+        max_concurrent_layers: concurrent downloads of layers of one image.
+        timeout_s: time that a rollout waits for its image, charged to no budget. The pull continues afterwards.
+        patience_s: time for which a registry may fail or request a wait before a pull fails.
+        max_store_bytes: size of the store. The least recently used pulled images are evicted. 0: no limit.
+        min_free_bytes: space that pulls leave free on the store's disk.
+        plain_http: registries without TLS, with their ports.
     """
 
     pull: bool = True
@@ -508,29 +501,26 @@ class ImagesConfig(Table, frozen=True):
 
 
 class SandboxConfig(Table, frozen=True):
-    """The sandboxes that tools run in, one for each rollout.
-
-    They are started in advance where they are in demand.
+    """The sandboxes of tools, one for each rollout. The node starts some in advance, according to demand.
 
     Attributes:
-        provider: what isolates tools: `apptainer`, `bubblewrap`, `process` (which isolates nothing), or one that an
-            installed package offers. `auto` takes bubblewrap for the image `host`, folders and
-            layers, and apptainer for `.sif` files, or one of them where the other does not pass its probe.
-        image: for handlers that name none: `host` (this machine's userland, read-only), an unpacked root directory, a
-            `.sif` file, a name of the image store, or the reference of an image in a registry.
-        images: pulls of images that are not in the store.
-        packages: Python packages, installed beside the node, that tools find in the image `host` besides the promised
-            ones.
+        provider: isolation of tools: `apptainer`, `bubblewrap`, `process` (none), or a provider of an installed
+            package. `auto`: bubblewrap for `host`, folders and layers, and apptainer for `.sif` files. Each replaces
+            the other if that fails its probe.
+        image: default image: `host` (this machine's programs, read-only), an unpacked root directory, a `.sif` file, a
+            name in the image store, or a registry reference.
+        images: pulls of missing images.
+        packages: Python packages of the node that tools find in the image `host`, in addition to the standard ones.
         network: let tools use this machine's network.
-        fakeroot: the tools are root in there, so that they can install packages. apptainer only.
-        start_timeout_s: time for a sandbox to be ready for its first command.
-        max_concurrent_starts: sandboxes that start at the same time.
-        max_concurrent_starts_per_image: of them, those of one image.
-        max_warm: sandboxes that are kept ready; 0 for none.
-        max_warm_per_image: of them, those of one image.
-        max_warm_idle_s: one that nobody took for so long is ended.
-        limits: what one sandbox may use.
-        runtime_dir: node-local folder for control sockets. Empty: a private one below the system's temporary folder.
+        fakeroot: make tools root inside, so that they can install packages. Requires apptainer.
+        start_timeout_s: timeout of a sandbox start.
+        max_concurrent_starts: concurrent sandbox starts.
+        max_concurrent_starts_per_image: concurrent starts of one image.
+        max_warm: sandboxes started in advance. 0: none.
+        max_warm_per_image: sandboxes of one image started in advance.
+        max_warm_idle_s: an unused warm sandbox ends after this time.
+        limits: limits of one sandbox.
+        runtime_dir: local folder for control sockets. Empty: a private folder in the system's temporary folder.
     """
 
     provider: str = "auto"
@@ -555,14 +545,14 @@ class SandboxConfig(Table, frozen=True):
 
 
 class ScoringConfig(Table, frozen=True):
-    """Limits of a scoring process. An answer is the policy's text: it may be made to eat all there is.
+    """Limits of a scoring process, because the policy's answer may try to exhaust resources.
 
     Attributes:
         cpu_s: CPU time of one call.
         memory_bytes: private memory.
-        stack_bytes: stack, which deep nesting fills.
-        max_processes: processes and threads that scorers may add to those that the node's user has; root has no limit.
-        max_open_files: files that a process may have open.
+        stack_bytes: stack, which deeply nested answers fill.
+        max_processes: processes and threads of scorers, in addition to others of the node's user. Root is not limited.
+        max_open_files: open files of a process.
         max_file_bytes: size of a file.
     """
 
@@ -575,30 +565,30 @@ class ScoringConfig(Table, frozen=True):
 
 
 class SearchConfig(Table, frozen=True):
-    """Search on the node, for the tool `search`: a sandbox has no part in it. See docs/search.md.
+    """The backend of the tool `search`. It runs on the node, not in sandboxes (`docs/search.md`).
 
     Attributes:
-        backend: what answers: `bm25` searches `corpus` in this process, `retrieve` asks an endpoint like Search-R1's,
-            `tavily` asks Tavily. `none`: agents of this node cannot search.
-        corpus: for `bm25`: the JSONL file of the documents.
-        index_dir: for `bm25`: the folder of indexes, each of which is made once for a corpus of that content. Empty:
-            `search` in the cache folder (`PRORL_CACHE_DIR`).
-        index_timeout_s: for `bm25`: time for an index to be made when the node starts.
+        backend: `bm25` searches `corpus` on the node, `retrieve` calls an endpoint like Search-R1's, `tavily` calls
+            Tavily, `none` turns search off.
+        corpus: for `bm25`: JSONL file of the documents.
+        index_dir: for `bm25`: folder of indexes, one per content of a corpus. Empty: `search` in the cache folder
+            (`PRORL_CACHE_DIR`).
+        index_timeout_s: for `bm25`: time to build an index at startup.
         max_line_bytes: for `bm25`: size of one line of `corpus`.
-        url: for `retrieve`: the endpoint with its path; for `tavily`: in place of Tavily's own.
-        api_key_file: the file with the key of the endpoint, which only its owner should read.
-        api_key_env: the variable of the environment with that key, in place of a file.
-        max_calls_per_rollout: searches that a rollout may make; a further one is refused, and the agent told so.
+        url: for `retrieve`: the endpoint with its path. For `tavily`: replaces Tavily's URL.
+        api_key_file: file with the endpoint's key. Only its owner should be able to read it.
+        api_key_env: environment variable with the key, instead of a file.
+        max_calls_per_rollout: searches of one rollout. Further searches return an error to the agent.
         max_results: results of one search.
-        max_result_chars: text of one result; a longer one is cut at its end.
-        max_query_chars: a longer query is refused, and the agent told so.
-        attempt_timeout_s: time for one attempt at a search.
-        search_timeout_s: time for all attempts at a search, with the waits between them.
-        max_attempts: attempts at a search that fails in a way that may pass.
-        max_concurrent_searches: searches at work at the same time.
-        max_waiting_searches: searches that may wait for their turn; with one more the backend counts as failing.
-        max_response_bytes: size of an endpoint's answer.
-        probe_query: what is asked to tell a backend that fails from a query that it fails at.
+        max_result_chars: length of one result. Longer results are truncated.
+        max_query_chars: length of a query. Longer queries return an error to the agent.
+        attempt_timeout_s: timeout of one attempt.
+        search_timeout_s: timeout of one search with all attempts and waits.
+        max_attempts: attempts of a search after transient failures.
+        max_concurrent_searches: concurrent searches.
+        max_waiting_searches: searches that may wait. With more, the backend counts as failing.
+        max_response_bytes: size of an endpoint's response.
+        probe_query: a query that distinguishes a failing backend from a failing query.
     """
 
     backend: SearchBackendName = "none"
@@ -661,10 +651,10 @@ class ModelConfig(Table, frozen=True):
 
     Attributes:
         path: folder with `tokenizer.json`, `tokenizer_config.json` and the chat template.
-        family: how the model writes tool calls and reasoning; empty: it is told from the template.
-        template_options: variables for the template, `{ enable_thinking = false }` for Qwen3, say.
-        on_break: what to do where the template alters earlier turns, as Qwen3's drops old reasoning at a new user
-            message: `keep` the tokens as they were sampled, begin a new `segment`, or `fail` the rollout.
+        family: syntax of tool calls and reasoning. Empty: detected from the template.
+        template_options: variables of the template, for example `{ enable_thinking = false }` for Qwen3.
+        on_break: behaviour if the template rewrites earlier turns: `keep` the tokens as sampled, start a new `segment`,
+            or `fail` the rollout.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
@@ -677,23 +667,20 @@ class AgentConfig(Table, frozen=True):
     """Limits of the turn loop.
 
     Attributes:
-        stop_at_tool_call: stop the engine as soon as a tool call is complete. What the policy would have said after it
-            is not sampled: not its end of turn either, nor a second call. It is for policies that make up a call's
-            result and talk on; one that ends its turn there saves one token. Tokens are then streamed, which costs the
-            node some 60 us of CPU each, in place of 2.
-        max_staleness: policy updates that may lie between the first sampled token of a trajectory and the newest
-            weights, for jobs that do not say; without it: any number. See `prorl_trio.JobSpec`.
-        rollouts_per_update: rollouts of a session that its trainer takes from this node for one policy update, at
-            least. At most `(max_staleness + 1) * rollouts_per_update` jobs with a bound run at once; those
-            that ended well and that no update has taken yet count, too. The others wait in their queues, oldest first,
-            charged to no budget; those of priority `eval` do not. A figure below what an update really takes makes the
-            trainer wait for ever. 0: no limit, and what becomes too stale fails.
-        max_trajectory_tokens: length of each segment, which is the prompt and everything after it; 0 takes the
-            backend's context length. What tools return is cut to the room that is left, head and tail kept, with a note
-            of how many tokens were left out; where there is no room for that, the loop ends with `context_budget`.
-        max_nudges: how often a turn without a tool call is answered by a reminder before the loop ends.
-        tool_timeout_s: time for one tool call.
-        max_observation_chars: a longer tool result is cut in the middle.
+        stop_at_tool_call: stop the engine at a complete tool call, so that the policy cannot invent its result. A
+            second call and the end of turn are not sampled. Tokens are streamed, for about 60 us of CPU time each
+            instead of 2.
+        max_staleness: default of `JobSpec.max_staleness`: policy updates between a trajectory's first sampled token and
+            the newest weights. Without it, staleness is unlimited.
+        rollouts_per_update: minimum number of rollouts that a session's trainer takes from this node per policy update.
+            At most `(max_staleness + 1) * rollouts_per_update` jobs with a staleness limit run at the same time,
+            including finished jobs that no update has used yet. Others wait in queues without a charge. `eval` jobs are
+            exempt. A value below the real number blocks the trainer. 0: no limit, and jobs that become too stale fail.
+        max_trajectory_tokens: length of a segment with its prompt. 0: the backend's context length. Tool results are
+            truncated in the middle to fit. Without room the loop ends with `context_budget`.
+        max_nudges: reminders after a turn without a tool call. Then the loop ends.
+        tool_timeout_s: timeout of one tool call.
+        max_observation_chars: length of a tool result. Longer results are truncated in the middle.
     """
 
     stop_at_tool_call: bool = False
@@ -710,16 +697,16 @@ class AgentConfig(Table, frozen=True):
 
 
 class NodeConfig(Table, frozen=True):
-    """Everything one node needs.
+    """All settings of a node.
 
     Attributes:
-        node_id: the name of the node, also of its folder in `ledger.dir`; empty: made of host and process.
-        drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves; then they are cancelled. In an
-            allocation of Slurm's whose end is known, SIGTERM gives them the time until `fleet.end_margin_s` before it.
-        stuck_after_s: a job in a stage to which nothing happens for so long is shown as stuck; its budgets end it.
-        on_hangup: at SIGHUP the node drains, or reads its configuration again; `auto`: it drains if it was started from
-            a terminal, which is gone then.
-        max_undelivered: jobs of one session, running or finished and not acknowledged.
+        node_id: name of the node, and of its folder for `ledger.dir`. Empty: made from host and process.
+        drain_timeout_s: time after the first SIGTERM for live jobs to end. Then they are cancelled. In a Slurm
+            allocation with a known end, they have until `fleet.end_margin_s` before it.
+        stuck_after_s: a job without progress in a stage for this time is shown as stuck. Only its budgets end it.
+        on_hangup: at SIGHUP, `drain` or `reload` the configuration. `auto`: drain if the node was started from a
+            terminal, which has then closed.
+        max_undelivered: running or unacknowledged jobs of one session.
     """
 
     model: ModelConfig

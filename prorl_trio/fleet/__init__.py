@@ -1,1 +1,1 @@
-"""A fleet as one node: the head takes jobs as a node does, and has the fleet's nodes, its members, work on them."""
+"""A fleet behaves like one node: the head accepts jobs as a node does, and its members, the fleet's nodes, run them."""

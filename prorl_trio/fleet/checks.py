@@ -1,4 +1,4 @@
-"""Checks of jobs by the fleet's nodes before the head accepts them: a malformed job is refused at submit."""
+"""Checks of jobs by the fleet's nodes before the head accepts them: a malformed job is refused at submission."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT: Final = 100_000
-"""Answers that are remembered; the oldest is dropped."""
+"""Number of cached answers; the oldest is dropped."""
 REFUSAL_S: Final = 10.0
-"""Age at which a refusal is asked for again: another node may have the handler, or more time."""
+"""Age after which a refusal is checked again: another node may have the handler, or more time."""
 TIMEOUT_S: Final = 60.0
-"""Limit of the wait for a node's answer. What is not known then speaks against no job."""
+"""Limit of the wait for a node's answer. Jobs without an answer by then are not refused."""
 JOBS_PER_REQUEST: Final = 200
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,15 +38,15 @@ class _Known(NamedTuple):
 
 
 class JobChecks:
-    """The answers of nodes to `CheckJobs`, by handler and payload: the mates of a group are asked for once."""
+    """The answers of nodes to `CheckJobs`, by handler and payload: the jobs of a group need only one check."""
 
     def __init__(self, choose: Callable[[], Sequence[RolloutClient]]) -> None:
-        """Know nothing yet. `choose` returns the sessions on nodes that may be asked, the best one first."""
+        """Create an empty cache. `choose` returns the sessions on available nodes, the best one first."""
         self._choose = choose
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
 
     def is_unknown(self, spec: JobSpec) -> bool:
-        """Return whether a node has to be asked for this job."""
+        """Return whether a node must check this job."""
         key = _key(spec)
         if key is None:
             return False
@@ -54,13 +54,13 @@ class JobChecks:
         return known is None or (known.refusal is not None and trio.current_time() - known.asked_s > REFUSAL_S)
 
     def refusal(self, spec: JobSpec) -> ServiceError | None:
-        """Return why a node refuses such jobs; None if it does not, or was not asked."""
+        """Return why a node refuses such jobs; None if it accepts them or was not asked."""
         key = _key(spec)
         known = None if key is None else self._known.get(key)
         return None if known is None else known.refusal
 
     async def examine(self, specs: Sequence[JobSpec]) -> None:
-        """Ask nodes for these jobs, one after the other until one answers, for `TIMEOUT_S` at most. Safe to cancel."""
+        """Ask nodes about these jobs, one node at a time until one answers, for at most `TIMEOUT_S`. Safe to cancel."""
         wanted: dict[bytes, JobSpec] = {}
         for spec in specs:
             if (key := _key(spec)) is not None:
@@ -88,7 +88,7 @@ class JobChecks:
 
 
 def _key(spec: JobSpec) -> bytes | None:
-    """Return a hash of what a handler looks at; None if the job has a value without a wire form."""
+    """Return a hash of the handler's input; None if the job contains a value that cannot be encoded."""
     try:
         content = _encode((spec.instance.handler, spec.instance.payload))
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -97,7 +97,7 @@ def _key(spec: JobSpec) -> bytes | None:
 
 
 def _error_of(answer: Rejected) -> ServiceError | None:
-    """Return the error that the node has raised; None if another node may say otherwise."""
+    """Return the error raised by the node; None if another node may answer differently."""
     if answer.code == UnknownHandler.code:
         return UnknownHandler(answer.message)
     return MalformedJob(answer.message, answer.path) if answer.code == MalformedJob.code else None

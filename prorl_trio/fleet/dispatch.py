@@ -1,8 +1,8 @@
-"""The head's jobs, and the members that they are on. Pure state: `apply(event)` returns the effects to carry out.
+"""The head's jobs and their members. Pure state: `apply(event)` returns the effects to carry out.
 
-A job is `queued` in the head, begins its next attempt (`begins`, while that is stored), is `sent` to a member, and is
-`there` until its outcome arrives. A member holds at most as many jobs before EVAL as it has workers of RUN, and a small
-read-ahead. Whatever arrives from a member that is not the present one of a job is dropped.
+A job is first `queued` in the head. It starts its next attempt (`begins`, while that is stored), is `sent` to a member,
+and is `there` until its outcome arrives. The number of a member's jobs before EVAL is limited to its RUN workers plus a
+small read-ahead. Messages from a member that no longer has the job are dropped.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec, Status
 
 Place = Literal["queued", "recovering", "waiting", "begins", "sent", "there"]
-"""`recovering`: the head has started, and a member may have the job; `waiting`: for the next start of its member."""
+"""`recovering`: the head has restarted, and a member may have the job; `waiting`: for the next start of its member."""
 
 MAX_LOSSES: Final = 5
-"""Members that may be lost while they have a job. Then it fails: it may be what ends them."""
+"""A job fails after this many members were lost while they had it, because it may be the cause."""
 LOOK_AHEAD: Final = 1_000
-"""Jobs of one session that are looked at for one whose group is at home on a member."""
+"""Number of jobs of one session searched for a job whose group has a member as its home."""
 GROUPS_KEPT: Final = 10_000
-"""Groups whose member is remembered, for mates that are submitted later."""
+"""Number of groups whose member is remembered for jobs submitted later."""
 SHUTDOWN: Final = "shutdown"
-"""Error code of a job that its member cut because it was ending."""
+"""Error code of a job that its member cut because the member was shutting down."""
 
 _ELSEWHERE: Final = frozenset({Draining.code, AlreadyDelivered.code, DuplicateJob.code, UnknownHandler.code})
-"""Refusals that concern this job on this member only: another member may take it."""
+"""Refusals of this job by this member only: another member may accept it."""
 _PASSES: Final = frozenset({Draining.code, AlreadyDelivered.code})
-"""Refusals among these that may be over later."""
+"""Temporary refusals among these."""
 _BEFORE_EVAL: Final = frozenset({"queued", "init", "ready", "run"})
 
 
@@ -70,14 +70,14 @@ class FleetJob:
     """A job without an outcome.
 
     Attributes:
-        spec: to submit it to a member.
+        spec: submitted to a member.
         session_id: of its session at the head.
-        attempt: number of attempts that have begun.
+        attempt: number of attempts started.
         place: see `Place`.
-        node_id: the member that has it, or is about to get it; empty: none.
-        status: its stage, as far as the member has reported it.
-        losses: members that were lost while they had it.
-        cancel_reason: it is to end as cancelled as soon as its place allows that; None: it is not.
+        node_id: the member that has it, or is about to get it; empty if none.
+        status: its stage according to the member's last report.
+        losses: number of members lost while they had it.
+        cancel_reason: set if it must end as cancelled as soon as its place allows it.
     """
 
     __slots__ = (
@@ -103,16 +103,16 @@ class FleetJob:
         self.losses: list[str] = []
         self.cancel_reason: str | None = None
         self.begun = False
-        """An attempt is stored as begun that no member was given."""
+        """An attempt is stored as started that no member has received."""
         self.refusals: dict[str, tuple[str, str]] = {}
-        """Code and message of the refusals, by member."""
+        """Code and message of the refusals by member."""
 
     def __repr__(self) -> str:
         return f"<FleetJob {self.spec.job_id!r} attempt {self.attempt} {self.place} {self.node_id}>"
 
     @property
     def group_key(self) -> tuple[str, str]:
-        """Return session and group: group ids are the session's own."""
+        """Return session and group, because group ids are unique only within a session."""
         return self.session_id, self.spec.group_id
 
 
@@ -120,13 +120,13 @@ class MemberPlaces:
     """The places of a member.
 
     Attributes:
-        jobs: the head's jobs that it has, or is about to get.
-        held: number of these before EVAL.
-        workers: of RUN; 0: not known yet.
-        others: jobs before EVAL that are not the head's.
-        is_full: it has refused a job, or has cut one because it ends, and has not reported room since.
-        behind: why it gets no jobs although it is there; empty: it gets some.
-        unready: why a job submitted there would not be worked on; empty: it would.
+        jobs: the head's jobs that it has or is about to get.
+        held: number of these jobs before EVAL.
+        workers: RUN workers; 0 if unknown.
+        others: jobs before EVAL from other sources.
+        is_full: it refused a job, or cut one because it shuts down, and has not reported room since.
+        behind: why it gets no jobs although it is connected; empty if it gets jobs.
+        unready: why a job submitted there would not be processed; empty if it would be.
     """
 
     __slots__ = (
@@ -151,26 +151,29 @@ class MemberPlaces:
         self.behind = behind
         self.unready = ""
         self.withdrawing: set[str] = set()
-        """Jobs that it is to forget: they must not be submitted there meanwhile."""
+        """Jobs that it must forget; they must not be submitted there until then."""
         self._waiting: deque[int] = deque()
         self._settled: set[int] = set()
 
     @property
     def capacity(self) -> int:
-        """Return the number of jobs before EVAL that it should hold: its workers of RUN, and a read-ahead."""
+        """Return the target number of jobs before EVAL: its RUN workers plus a read-ahead."""
         return self.workers + max(1, self.workers // 4) if self.workers else 0
 
     @property
     def free(self) -> int:
-        """Return the number of jobs that it should get now."""
+        """Return the number of jobs that it needs now."""
         return 0 if self.is_full or self.behind else self.capacity - self.others - self.held
 
     def arrived(self, cursor: int) -> None:
-        """Add an outcome that it has to forget."""
+        """Record an outcome that it must forget."""
         self._waiting.append(cursor)
 
     def settle(self, cursor: int) -> int:
-        """Note that it has forgotten an outcome. Return the cursor up to which it has forgotten all; 0: nothing new."""
+        """Record that it has forgotten an outcome.
+
+        Return the cursor up to which it has forgotten all; 0 if unchanged.
+        """
         self._settled.add(cursor)
         reached = 0
         while self._waiting and self._waiting[0] in self._settled:
@@ -185,13 +188,14 @@ class Dispatch:
     Attributes:
         jobs: the jobs without an outcome, by id.
         members: the members with a session, by id.
-        recovering: the head has started, and members may join that have its jobs.
+        recovering: the head has restarted, and members that have its jobs may still join.
     """
 
     def __init__(self, weight_of: Callable[[str], float] | None = None, *, behind: str = "") -> None:
         """Create the state of a head that has just started. `weight_of` returns a session's share of the places.
 
-        `behind` is why a member that joins gets no jobs before `Policy` says that it does; empty: it gets them at once.
+        `behind` is the reason why a joining member gets no jobs until a `Policy` event allows it; empty: it gets jobs
+        at once.
         """
         self.jobs: dict[str, FleetJob] = {}
         self.members: dict[str, MemberPlaces] = {}
@@ -204,28 +208,28 @@ class Dispatch:
 
     @property
     def queued(self) -> int:
-        """Return the number of jobs that wait for a member."""
+        """Return the number of jobs waiting for a member."""
         return len(self._queue)
 
     def queued_of(self, session_id: str) -> int:
-        """Return the number of jobs of a session that wait for a member."""
+        """Return the number of jobs of a session waiting for a member."""
         return self._queue.count(session_id)
 
     def has(self, node_id: str, job_id: str) -> bool:
-        """Return whether a member is the present one of a job."""
+        """Return whether a member currently has a job."""
         return self._there(node_id, job_id) is not None
 
     def member_of(self, job_id: str) -> str:
-        """Return the member that has a job, or is about to get it; empty: none, or there is no such job."""
+        """Return the member that has a job or is about to get it; empty if there is none or the job is unknown."""
         job = self.jobs.get(job_id)
         return "" if job is None else job.node_id
 
     def of_member(self, node_id: str) -> list[FleetJob]:
-        """Return the jobs that a member has, or is about to get, or whose next start is to have them."""
+        """Return the jobs that a member has or is about to get, and jobs that wait for its next start."""
         return [job for job in self.jobs.values() if job.node_id == node_id]
 
     def apply(self, event: Event) -> list[Effect]:
-        """Change the state by an event, and return what is to be done, in order."""
+        """Apply an event, and return the effects to carry out, in order."""
         effects: list[Effect] = []
         match event:
             case Taken():
@@ -337,7 +341,7 @@ class Dispatch:
         is_older = event.attempt < job.attempt
         if is_older or not (here or may_be):
             self._forget(event.node_id, event.job_id, event.cursor, effects)
-            if here:  # a member that was asked for the next attempt has gone on with its former copy
+            if here:  # a member asked for the next attempt has continued its earlier copy
                 self._move(job, effects)
         elif event.error_code == SHUTDOWN and event.status == "cancelled":
             member.is_full = True
@@ -364,7 +368,7 @@ class Dispatch:
         effects.append(End(job.spec.job_id, reason, failed))
 
     def _move(self, job: FleetJob, effects: list[Effect]) -> None:
-        """Have the next attempt of a job begin on another member, unless it is to be cancelled."""
+        """Start the next attempt of a job on another member, unless it must be cancelled."""
         if job.cancel_reason is not None:
             self._end_here(job, job.cancel_reason, effects)
         else:
@@ -375,7 +379,7 @@ class Dispatch:
     def _join(self, event: Joined, effects: list[Effect]) -> None:
         member = self.members[event.node_id] = MemberPlaces(self._behind)
         for job in [job for job in self.of_member(event.node_id) if job.spec.job_id not in event.holds]:
-            if job.place == "waiting":  # its next start does not have it: it has another disk, for one
+            if job.place == "waiting":  # its next start lacks the job, for example because of another disk
                 self._requeue(job)
         stale: list[str] = []
         for job_id in sorted(event.holds):
@@ -395,7 +399,7 @@ class Dispatch:
             effects.append(Withdraw(event.node_id, stale))
 
     def _goes_on(self, job: FleetJob, node_id: str) -> bool:
-        """Return whether a job that a member holds goes on there: no other member was given it since."""
+        """Return whether a job held by a member continues there, because no other member got it since."""
         if job.place == "waiting":
             return job.node_id == node_id
         return job.place in ("queued", "recovering") and job.attempt > 0 and not job.begun
@@ -431,7 +435,7 @@ class Dispatch:
             self._judge_refused(job, effects, again=True)
 
     def _judge_refused(self, job: FleetJob, effects: list[Effect], *, again: bool = False) -> None:
-        """Fail a job that no member will ever take; with `again`, ask those anew whose refusals may be over."""
+        """Fail a job that no member will ever accept; with `again`, retry members whose refusals may have expired."""
         refusals = [job.refusals.get(node_id) for node_id in self.members]
         if not refusals or None in refusals:
             return
@@ -445,7 +449,7 @@ class Dispatch:
     # ------------------------------------------------------------ placing
 
     def _place(self, effects: list[Effect]) -> None:
-        """Give queued jobs to members with free places: next the member with the largest share of these."""
+        """Assign queued jobs to members with free places, next the member with the largest free share."""
         if not len(self._queue):
             return
         free = {node_id: member.free for node_id, member in self.members.items() if member.free > 0}
@@ -465,8 +469,8 @@ class Dispatch:
     def _next_for(self, node_id: str, free: dict[str, int]) -> FleetJob | None:
         """Take the next job for a member from the queue.
 
-        That is the next one in the fair order whose group is at home there or nowhere; if there is none, one whose home
-        has no free place now. Groups with a policy stay at home: the member watches over the group.
+        This is the next job in fair order whose group has its home there or nowhere. Failing that, it is a job whose
+        home has no free place now. Groups with a policy stay at their home, because that member supervises the group.
         """
 
         def suits(job: FleetJob, *, steals: bool) -> bool:
@@ -483,7 +487,7 @@ class Dispatch:
         )
 
     def _home_of(self, job: FleetJob) -> str:
-        """Return the member that has mates of the job; empty if none has, or it gets no jobs."""
+        """Return the member that has other jobs of the group; empty if none has, or if it gets no jobs."""
         home = self._homes.get(job.group_key, "") if job.spec.group_id else ""
         member = self.members.get(home)
         return home if member is not None and not member.behind and home not in job.refusals else ""
@@ -528,7 +532,7 @@ class Dispatch:
             self._refused.add(job)
 
     def _requeue(self, job: FleetJob) -> None:
-        """Put a job into the queue that has left its member."""
+        """Requeue a job that has left its member."""
         self._unplace(job)
         self._push(job)
 
@@ -546,6 +550,6 @@ class Dispatch:
         del self.jobs[job.spec.job_id]
 
     def places(self) -> tuple[int, int]:
-        """Return the free places of all members that get jobs, and all their workers of RUN."""
+        """Return the free places of all members that get jobs, and the number of their RUN workers."""
         members: Sequence[MemberPlaces] = [member for member in self.members.values() if not member.behind]
         return sum(max(0, member.free) for member in members), sum(member.workers for member in members)

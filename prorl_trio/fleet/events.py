@@ -1,4 +1,4 @@
-"""The events that change a fleet's dispatch, and the effects that it asks for. Plain data."""
+"""The events that change a fleet's dispatch, and the effects that it requests. Plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Taken(NamedTuple):
-    """A session has handed a job over, of which `attempt` attempts have begun before."""
+    """A session has submitted a job after `attempt` earlier attempts."""
 
     spec: JobSpec
     session_id: str
@@ -21,7 +21,7 @@ class Taken(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """The head has a session on a member, which holds these jobs of the head: they run there, or have ended there."""
+    """The head has a session on a member that holds these jobs of the head, running or ended."""
 
     node_id: str
     holds: frozenset[str]
@@ -36,19 +36,19 @@ class Lost(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """The time for the next start of a lost member is over."""
+    """The waiting time for the next start of a lost member is over."""
 
     node_id: str
 
 
 class Recovered(NamedTuple):
-    """All members of the folder have joined since the head started, or the patience for that is over."""
+    """All members in the folder have joined since the head's start, or the time for that is over."""
 
 
 class Room(NamedTuple):
     """A member has reported its room: see `prorl_ipc.session.RoomReport`.
 
-    `own` is the number of the head's jobs there before EVAL when it was asked.
+    `own` is the number of the head's jobs there before EVAL at the time of the request.
     """
 
     node_id: str
@@ -60,20 +60,20 @@ class Room(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """A member gets no jobs because of its policy version (`behind` says why), or gets jobs again (empty)."""
+    """A member gets no jobs because of its policy version (`behind` is the reason), or gets jobs again (empty)."""
 
     node_id: str
     behind: str
 
 
 class Begun(NamedTuple):
-    """The beginning of the job's attempt is stored."""
+    """The start of the job's attempt is stored."""
 
     job_id: str
 
 
 class Answered(NamedTuple):
-    """A member has answered a submit: an empty `code` accepts the job, else it is the code of the refusal."""
+    """A member has answered a submission: an empty `code` accepts the job, otherwise it is the code of the refusal."""
 
     node_id: str
     job_id: str
@@ -90,7 +90,7 @@ class Progress(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The outcome of a job's `attempt` has arrived from a member, as `cursor` of the head's session there."""
+    """The outcome of a job's `attempt` has arrived from a member, with `cursor` of the head's session there."""
 
     node_id: str
     job_id: str
@@ -101,7 +101,7 @@ class Ended(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The outcome that was delivered is in the head's ledger, or the ledger has refused it."""
+    """The delivered outcome is in the head's ledger, or the ledger has refused it."""
 
     node_id: str
     job_id: str
@@ -117,14 +117,14 @@ class Forgotten(NamedTuple):
 
 
 class Withdrawn(NamedTuple):
-    """A member has forgotten these jobs, or the attempt to have it forget them is over."""
+    """A member has forgotten these jobs, or the attempt to make it forget them is over."""
 
     node_id: str
     job_ids: Sequence[str]
 
 
 class Cancel(NamedTuple):
-    """A job is to end as cancelled."""
+    """A job must end as cancelled."""
 
     job_id: str
     reason: str
@@ -152,7 +152,7 @@ Event = (
 
 
 class Begin(NamedTuple):
-    """Store that an attempt of the job begins, then apply `Begun`."""
+    """Store that an attempt of the job starts, then apply `Begun`."""
 
     job_id: str
     attempt: int
@@ -160,14 +160,14 @@ class Begin(NamedTuple):
 
 
 class Submit(NamedTuple):
-    """Submit the job to a member, and apply `Answered`."""
+    """Submit the job to a member, then apply `Answered`."""
 
     node_id: str
     job_id: str
 
 
 class CancelThere(NamedTuple):
-    """Cancel the job on a member, whose outcome will come."""
+    """Cancel the job on a member; its outcome will arrive."""
 
     node_id: str
     job_id: str
@@ -175,17 +175,17 @@ class CancelThere(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """Have a member cancel and forget these jobs, running or ended, without an outcome; then apply `Withdrawn`."""
+    """Make a member cancel and forget these jobs, running or ended, without an outcome; then apply `Withdrawn`."""
 
     node_id: str
     job_ids: Sequence[str]
 
 
 class Forget(NamedTuple):
-    """Have a member forget a job's outcome, and that it ever had the job; then apply `Forgotten`.
+    """Make a member forget a job and its outcome completely; then apply `Forgotten`.
 
     An acknowledgement would make the member refuse the id for a while. But the job may have to return to it, and
-    another session of the head may use the id anew.
+    another session of the head may reuse the id.
     """
 
     node_id: str
@@ -209,7 +209,7 @@ class Acknowledge(NamedTuple):
 
 
 class End(NamedTuple):
-    """End a job with an outcome that the head makes: cancelled for a reason, or failed (`failed`) by the fleet."""
+    """End a job with an outcome from the head: cancelled for a reason, or failed (`failed`) by the fleet."""
 
     job_id: str
     reason: str
@@ -217,7 +217,7 @@ class End(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """A job goes on where it is: a member has it, which the head did not know of."""
+    """A job continues where it is: a member has it without the head's knowledge."""
 
     job_id: str
     node_id: str

@@ -55,18 +55,18 @@ logger = logging.getLogger(__name__)
 
 NO_MEMBER_RETRY_S: Final = 2.0
 MEMBER_ANSWER_S: Final = 10.0
-"""A member that is asked for a job may take so long, besides the time that the caller waits for."""
+"""Time limit for a member to answer a request about a job, in addition to the caller's own wait."""
 MEMBER_LOOK_S: Final = 0.25
-"""Wait that a submitter is told while the fleet has no member that gets jobs."""
+"""Wait time reported to submitters while no member gets jobs."""
 MAX_SHOWN_JOBS: Final = 1_000
 RECOVERY_POLL_S: Final = 0.1
 WITHDRAWN: Final = "it runs on another node now"
 RELAYED: Final = frozenset({"ready", "run", "ran", "eval"})
-"""Stages on a member that are passed on. The head reports `queued` and `init` itself, and an end by the outcome."""
+"""Stages on a member that are relayed. The head itself reports `queued` and `init`, and an end through the outcome."""
 
 
 class _Live:
-    """A job without an outcome, with its session."""
+    """A job without an outcome, and its session."""
 
     __slots__ = ("accepted_s", "attempt", "finished", "sink", "spec", "status", "status_s")
 
@@ -74,23 +74,23 @@ class _Live:
         self.spec = spec
         self.sink = sink
         self.attempt = attempt
-        """Number of attempts that have begun."""
+        """Number of attempts started."""
         self.accepted_s = self.status_s = now_s
         self.status: Status = "queued"
         self.finished = trio.Event()
 
 
 class Fleet:
-    """A fleet, for its sessions and edges. Implements `sessions.node_api.NodeApi` over member nodes.
+    """A fleet as seen by its sessions and edges. Implements `sessions.node_api.NodeApi` over member nodes.
 
-    It decides nothing itself: what happens goes as an event to `Dispatch`, whose effects it carries out.
+    It makes no decisions: each occurrence is an event for `Dispatch`, whose effects it carries out.
 
     Attributes:
         config: its configuration.
         members: the nodes with a session of the head.
-        draining: it takes no more jobs.
-        chat_format: reads turns for the ProRL endpoints; None without these.
-        observers: are told of every job.
+        draining: it accepts no more jobs.
+        chat_format: parses turns for the ProRL endpoints; None without these.
+        observers: notified of every job.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Fleet:
         self._applying = False
         self._arrived: dict[tuple[str, int], tuple[Member, EncodedOutcome]] = {}
         self._next_starts: dict[str, float] = {}
-        """Times until which jobs of a lost member are left to its next start."""
+        """Times until which jobs of a lost member are reserved for its next start."""
         self._outcomes: Counter[str] = Counter()
         self._moved = 0
         self._idle = trio.Event()
@@ -149,8 +149,8 @@ class Fleet:
         """Check that the fleet would accept a job now. See `NodeApi.check`.
 
         Raises:
-            AdmissionRejected: besides, the fleet has no member; or the members have different policy versions, and
-                which is the newest is not known.
+            AdmissionRejected: also raised if the fleet has no member, or if the newest of its members' policy versions
+                is unknown.
         """
         if self.draining:
             raise Draining(f"the head {self.node_id} is draining: submit again when the fleet has started another head")
@@ -167,16 +167,16 @@ class Fleet:
         self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def validate(self, spec: JobSpec) -> None:
-        """Check the job itself, by what a member has said of its handler and payload. See `NodeApi.validate`."""
+        """Check the job itself, using a member's answer about its handler and payload. See `NodeApi.validate`."""
         if (refusal := self._checks.refusal(spec)) is not None:
             raise refusal.with_traceback(None)
 
     def is_unexamined(self, spec: JobSpec) -> bool:
-        """Return whether a member has to be asked for the job. See `NodeApi.is_unexamined`."""
+        """Return whether a member must check the job. See `NodeApi.is_unexamined`."""
         return bool(self.members.all) and not self.draining and self._checks.is_unknown(spec)
 
     async def examine(self, specs: Sequence[JobSpec]) -> None:
-        """Ask a member what speaks against these jobs. See `NodeApi.examine`."""
+        """Ask a member for objections to these jobs. See `NodeApi.examine`."""
         await self._checks.examine(specs)
 
     def take(self, spec: JobSpec, sink: SessionSink, attempt: int) -> None:
@@ -203,8 +203,8 @@ class Fleet:
     async def cancel(self, job_id: str, reason: str) -> None:
         """Cancel a job, and return when its outcome is delivered. See `NodeApi.cancel`.
 
-        A job on a member is cancelled there. If the member is lost meanwhile, the head ends the job, and has the member
-        forget its copy when it is back.
+        A job on a member is cancelled there. If the member is lost in the meantime, the head ends the job, and the
+        member forgets its copy when it returns.
         """
         live = self._live.get(job_id)
         if live is None:
@@ -217,13 +217,13 @@ class Fleet:
         self.apply(on.Cancel(job_id, reason))
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Carry out a request on the pools of all members that it concerns, or on a job's. See `NodeApi.operate`."""
+        """Carry out a request on the pools of all affected members, or on a job's member. See `NodeApi.operate`."""
         if isinstance(request, OpenAgent | FinishAgent):
             return cast("AnswerT", await self._ask_member_of(request.job_id, request))
         return await self._pools.operate(request)
 
     async def _ask_member_of(self, job_id: str, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Have the member that has a job carry out a request, as soon as one has it, and another if it is lost."""
+        """Send a request to the member that has a job, as soon as one has it, and to another member if it is lost."""
         wait_s = request.wait_s if isinstance(request, OpenAgent) else 0.0
         with trio.move_on_after(wait_s + MEMBER_ANSWER_S):
             while True:
@@ -233,7 +233,7 @@ class Fleet:
                 try:
                     if member is not None:
                         return await member.client.operate(request)
-                except UnknownJob:  # it has not arrived there, or is on its way to another one
+                except UnknownJob:  # it has not arrived there, or is moving to another member
                     pass
                 except NoAgentWanted:
                     raise
@@ -244,12 +244,12 @@ class Fleet:
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """Return the text of a completion and its tool calls. See `NodeApi.read_turn`."""
-        if self.chat_format is None:  # the edges that need one are refused by its configuration
+        if self.chat_format is None:  # the configuration refuses edges that need one
             raise ConfigError("this head of a fleet has no tokenizer")
         return self.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
-        """Return why a job submitted now would not be worked on; empty if it would."""
+        """Return why a job submitted now would not be processed; empty if it would be."""
         if self.draining:
             return "the head is draining"
         if refusal := self._sessions.refusal:
@@ -281,24 +281,24 @@ class Fleet:
         return len(found), [self._view(live) for live in found[:limit]]
 
     def find_job(self, job_id: str) -> JobView | None:
-        """Return a live job as it is now. See `NodeApi.find_job`."""
+        """Return the current state of a live job. See `NodeApi.find_job`."""
         live = self._live.get(job_id)
         return None if live is None else self._view(live)
 
     def describe(self, name: str, read: Callable[[], object]) -> None:
-        """Add to `statistics` a part `name`: `read` is called each time and returns msgpack-ready values."""
+        """Add a part `name` to `statistics`: `read` is called each time and returns msgpack-ready values."""
         self._parts[name] = read
 
     def part(self, name: str) -> Any:
         """Return one part of `statistics`.
 
         Raises:
-            KeyError: there is no part of that name.
+            KeyError: the name is unknown.
         """
         return self._parts[name]() if name in self._parts else self.statistics()[name]
 
     def statistics(self) -> dict[str, object]:
-        """Return the live state of the fleet: that of all members together, and each member's own under `members`.
+        """Return the live state of the fleet: all members combined, and each member's own under `members`.
 
         The members' figures are up to `STATUS_INTERVAL_S` old.
         """
@@ -334,9 +334,9 @@ class Fleet:
         await self._idle.wait()
 
     async def cancel_all(self, reason: str) -> None:
-        """Accept no more jobs, and leave those that live to the next start; cancel them if nothing would know them.
+        """Accept no more jobs, and leave live jobs to the next start; cancel them if sessions do not persist.
 
-        Members go on with their jobs meanwhile.
+        Members continue their jobs in the meantime.
         """
         self.draining = True
         if self._is_durable:
@@ -347,9 +347,10 @@ class Fleet:
         await self._idle.wait()
 
     def start_members(self, recovery_timeout_s: float) -> None:
-        """Join the nodes of the folder, and those that come. Call once, when the jobs of former processes are taken.
+        """Join the nodes in the folder, now and later. Call once, after the jobs of earlier processes are restored.
 
-        Jobs that may be on a node begin anew only when all nodes of the folder have joined, or after so many seconds.
+        Jobs that may be on a node start again only when all nodes in the folder have joined, or after this many
+        seconds.
         """
         self._nursery.start_soon(service_task(self.members.run, "fleet folder"))
         self._nursery.start_soon(self._recover, recovery_timeout_s)
@@ -357,14 +358,14 @@ class Fleet:
     async def _recover(self, timeout_s: float) -> None:
         with trio.move_on_after(timeout_s):
             await trio.lowlevel.checkpoint()
-            while not self.members.settled:  # noqa: ASYNC110 - the time is one of the reasons for a change
+            while not self.members.settled:  # noqa: ASYNC110 - the state also changes with time
                 await trio.sleep(RECOVERY_POLL_S)
         self.apply(on.Recovered())
 
     # ------------------------------------------------------------ events and effects
 
     def apply(self, event: on.Event) -> None:
-        """Apply an event, and carry out what it asks for. An event that comes of that is applied after it."""
+        """Apply an event and carry out its effects. An event caused by an effect is applied afterwards."""
         self._events.append(event)
         if self._applying:
             return
@@ -408,7 +409,7 @@ class Fleet:
                 assert_never(effect)
 
     def _from(self, member: Member, event: on.Event) -> None:
-        """Apply an event of a member, unless its session is over: a later one may use the same numbers anew."""
+        """Apply an event of a member, unless its session is over: a later session may reuse the same cursors."""
         if self.members.all.get(member.node_id) is member:
             self.apply(event)
 
@@ -418,7 +419,7 @@ class Fleet:
         if self.observers:
             try:
                 self._show_end(live, outcome.decode())
-            except UNDECODABLE as exc:  # its node may be of a later version
+            except UNDECODABLE as exc:  # its node may have a later version
                 logger.warning("job %s has ended as %s, and its outcome is not shown: %s", job_id, outcome.status, exc)
         live.finished.set()
 
@@ -457,9 +458,8 @@ class Fleet:
     # ------------------------------------------------------------ members
 
     def joined(self, member: Member) -> None:
-        """See `MemberListener.joined`."""
         self._next_starts.pop(member.node_id, None)
-        # Outcomes that came before the node's list of jobs are not in it.
+        # Outcomes that arrived before the node's list of jobs are not in it.
         holds = frozenset(member.state.awaited() | member.state.inbox.job_ids())
         logger.info("node %s has joined the fleet, with %d jobs", member.node_id, len(holds))
         self.apply(on.Joined(member.node_id, holds))
@@ -472,7 +472,6 @@ class Fleet:
         await self._pools.owners.give_back()
 
     def lost(self, member: Member, why: str) -> None:
-        """See `MemberListener.lost`."""
         node_id, version = member.node_id, self._pools.version_of(member)
         for key in [key for key in self._arrived if key[0] == node_id]:
             del self._arrived[key]
@@ -484,7 +483,7 @@ class Fleet:
         self._nursery.start_soon(self._after_loss, member, version, wait_s)
 
     async def _after_loss(self, member: Member, version: str | None, wait_s: float) -> None:
-        """Wait for the next start of a lost member, as long as it announced; then give its jobs and backends away."""
+        """Wait for the announced next start of a lost member; then reassign its jobs and backends."""
         node_id = member.node_id
         if wait_s > 0:
             until_s = self._next_starts[node_id] = trio.current_time() + wait_s
@@ -496,7 +495,6 @@ class Fleet:
         await self._pools.node_lost(member, version)
 
     def arrived(self, member: Member, frame: OutcomeFrame | OutcomeRefFrame) -> None:
-        """See `MemberListener.arrived`."""
         assert isinstance(frame, OutcomeFrame), "the head maps no arena"
         live = self._live.get(frame.job_id)
         outcome = _read(frame, 1 if live is None else live.attempt)
@@ -508,7 +506,6 @@ class Fleet:
         self._arrived.pop(key, None)
 
     def progressed(self, member: Member, event: JobEvent) -> None:
-        """See `MemberListener.progressed`."""
         live = self._live.get(event.job_id)
         if live is None or not self.dispatch.has(member.node_id, event.job_id):
             return
@@ -519,7 +516,6 @@ class Fleet:
             self.apply(on.Progress(member.node_id, event.job_id, status))
 
     async def serve(self, member: Member) -> None:
-        """See `MemberListener.serve`."""
         async with open_single_nursery() as nursery:
             nursery.start_soon(service_task(self._ask_status, f"status of {member.node_id}"), member)
             nursery.start_soon(service_task(self._ask_room, f"room of {member.node_id}"), member)
@@ -527,9 +523,9 @@ class Fleet:
             await self._send_jobs(member)
 
     async def _send_jobs(self, member: Member) -> None:
-        """Submit the jobs that are queued for a member, those that are there together in one request, for ever.
+        """Submit the jobs queued for a member, with waiting jobs in one request, until cancelled.
 
-        One that lives and does not answer, as its disk hangs, is given up, and left out for a while.
+        A live member that does not answer, for example because its disk hangs, is given up and excluded for a while.
 
         Raises:
             ServiceError: it has not answered for `member_timeout_s`.
@@ -581,7 +577,7 @@ class Fleet:
             logger.info("node %s was lost in a cancel: %s", member.node_id, exc)
 
     async def _withdraw(self, member: Member, job_ids: Sequence[str]) -> None:
-        """Have a member forget copies of jobs that have ended, or are elsewhere."""
+        """Make a member forget copies of jobs that have ended or are elsewhere."""
         try:
             await member.client.withdraw(list(job_ids), WITHDRAWN, ended=True)
         except ServiceError as exc:
@@ -589,7 +585,7 @@ class Fleet:
         self._from(member, on.Withdrawn(member.node_id, job_ids))
 
     async def _forget_outcomes(self, member: Member) -> None:
-        """Have a member forget outcomes, those that are there together in one request, until its session is over."""
+        """Make a member forget outcomes, with waiting ones in one request, until its session is over."""
         while True:
             while not member.to_forget:
                 member.wake_forgetting = trio.Event()
@@ -599,12 +595,12 @@ class Fleet:
                 await member.client.withdraw([job_id for job_id, _ in batch], WITHDRAWN, ended=True)
             except ServiceError as exc:
                 logger.debug("node %s was lost with %d outcomes: %s", member.node_id, len(batch), exc)
-                await trio.sleep_forever()  # it has them again when it is back
+                await trio.sleep_forever()  # it sends them again when it returns
             for job_id, cursor in batch:
                 self._from(member, on.Forgotten(member.node_id, job_id, cursor))
 
     def set_behind(self, member: Member, why: str) -> None:
-        """Give a member no jobs, for a reason, or jobs again (empty)."""
+        """Stop sending jobs to a member, for a reason, or resume (empty)."""
         self.apply(on.Policy(member.node_id, why))
 
     # ------------------------------------------------------------ details
@@ -616,7 +612,7 @@ class Fleet:
         self._nursery.start_soon(run)
 
     def _to_ask(self) -> list[RolloutClient]:
-        """Return the sessions on members, those with most free places first."""
+        """Return the sessions on members, sorted by free places, most first."""
         places = self.dispatch.members
         members = [member for member in self.members.all.values() if member.state.connected]
         members.sort(key=lambda member: -places[member.node_id].free if member.node_id in places else 0)
@@ -672,14 +668,14 @@ class Fleet:
         }
 
     def _complaints(self) -> str:
-        """Return why nodes are left out, as the end of a sentence; empty if none is."""
+        """Return why nodes are excluded, as the end of a sentence; empty if none is."""
         broken = {} if self.members.view is None else self.members.view.broken
         why = [*self.members.refused.values(), *broken.values()]
         return f" ({'; '.join(why)})" if why else ""
 
 
 def _read(frame: OutcomeFrame, attempt: int) -> EncodedOutcome:
-    """Return the outcome of a frame, with its fields but the tokens; one that cannot be read is replaced."""
+    """Return the outcome of a frame, with all fields except the tokens; an unreadable one is replaced."""
     data = bytes(frame.outcome)
     try:
         return EncodedOutcome.read(data)
@@ -712,11 +708,11 @@ async def open_fleet_head(
         config: the head's configuration.
         watch: reads the folder.
         sessions: the head's sessions.
-        session_id: of the head on its members; the same at each start.
-        is_durable: the sessions outlive this process: their jobs are left to the next start.
+        session_id: the head's session on its members; the same at each start.
+        is_durable: the sessions outlive this process, so their jobs are left to the next start.
         options: of the connections to members, see `connect_node`.
-        model: the fleet's model at the last start; empty: that of the first node which joins.
-        observers: are told of every job.
+        model: the fleet's model at the last start; empty: the model of the first node that joins.
+        observers: notified of every job.
     """
     async with open_single_nursery() as nursery:
         fleet = Fleet(

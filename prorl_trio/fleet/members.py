@@ -1,4 +1,4 @@
-"""The head's sessions on the fleet's nodes: opened when a node is found in the folder, given up when it is lost."""
+"""The head's sessions on the fleet's nodes: opened when a node appears in the folder, closed when it is lost."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S: Final = 1.0
-"""Interval between two looks at the folder."""
+"""Interval between two reads of the folder."""
 RETRY_S: Final = 2.0
-"""Pause before a node that could not be joined is tried again."""
+"""Pause before a failed join of a node is retried."""
 JOIN_TIMEOUT_S: Final = 10.0
 ROOM_INTERVAL_S: Final = 1.0
-"""Interval at which a member is asked for its room: jobs of others, and refusals, change it."""
+"""Interval at which a member is asked for its room, which changes with refusals and jobs of others."""
 STATUS_INTERVAL_S: Final = 2.0
-"""Interval at which a member is asked for its live state, which is shown in the head's."""
+"""Interval at which a member is asked for its live state, which is shown in the head's state."""
 
 LARGEST: Final = frozenset({"uptime_s", "p50_ms", "p99_ms", "max_ms", "age_s"})
-"""Figures of which the fleet's is the largest of its nodes'."""
+"""Figures whose value for the fleet is the maximum over its nodes."""
 PARTS: Final = ("pipeline", "backends", "sandboxes", "totals", "loop", "sessions")
 
 
 def merge_statistics(name: str, reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one report with the parts that `prorl-trio top` shows, and each node's own under `nodes`."""
+    """Return one report with the parts shown by `prorl-trio top`, and each node's own report under `nodes`."""
     nodes = list(reports.values())
     merged: dict[str, Any] = {
         "node_id": f"{name}: {len(nodes)} nodes",
@@ -70,7 +70,7 @@ def merge_statistics(name: str, reports: Mapping[str, Mapping[str, Any]]) -> dic
 
 
 def _merge(name: str, values: Sequence[Any]) -> Any:
-    """Return one value for those that several nodes give under a name."""
+    """Return one combined value for the values of several nodes under a name."""
     first = values[0]
     if all(isinstance(value, bool) for value in values):
         return any(values)
@@ -85,33 +85,33 @@ def _merge(name: str, values: Sequence[Any]) -> Any:
 
 
 class MemberListener(Protocol):
-    """The head, as its members' tasks call it. Methods return at once and never raise."""
+    """The head as seen by its members' tasks. Methods return at once and never raise."""
 
     def joined(self, member: Member) -> None:
-        """A session on a member is open, and the member has listed the jobs of the head that it holds."""
+        """Handle an opened session on a member that has listed the head's jobs which it holds."""
 
     def lost(self, member: Member, why: str) -> None:
-        """The session is over. What was sent to the member may have reached it or not."""
+        """Handle the end of a session. Messages sent to the member may or may not have reached it."""
 
     def arrived(self, member: Member, frame: OutcomeFrame | OutcomeRefFrame) -> None:
-        """Take the next outcome from a member."""
+        """Process the next outcome from a member."""
 
     def progressed(self, member: Member, event: JobEvent) -> None:
-        """Take the news that a job on a member has entered another stage."""
+        """Process the news that a job on a member has entered another stage."""
 
     async def serve(self, member: Member) -> None:
-        """Ask the member what the head needs to know, and send it jobs, until cancelled."""
+        """Query the member and send it jobs, until cancelled."""
 
 
 class Member:
-    """A node of the fleet, while the head has a session there.
+    """A node of the fleet while the head has a session there.
 
     Attributes:
-        entry: as it was when the session was opened.
+        entry: as of the opening of the session.
         client: the session.
         status: the member's live state at its last report.
-        to_submit: jobs to be sent, each with the number of attempts that have begun before.
-        to_forget: jobs whose outcomes it is to forget, each with its cursor.
+        to_submit: jobs to be sent, each with its number of earlier attempts.
+        to_forget: jobs whose outcomes it must forget, each with its cursor.
     """
 
     def __init__(self, entry: NodeEntry, client: RolloutClient, set_behind: Callable[[Member, str], None]) -> None:
@@ -123,9 +123,9 @@ class Member:
         self.wake = trio.Event()
         """Set when there are jobs to send."""
         self.wake_forgetting = trio.Event()
-        """Set when there are outcomes to be forgotten."""
+        """Set when there are outcomes to forget."""
         self.taken = 0
-        """Cursor, on the node, of the last outcome that was taken over."""
+        """Cursor, on the node, of the last outcome that the head has processed."""
         self._behind = ""
         self._set_behind = set_behind
 
@@ -134,7 +134,6 @@ class Member:
 
     @property
     def node_id(self) -> str:
-        """Return the node's id."""
         return self.entry.node_id
 
     @property
@@ -144,7 +143,7 @@ class Member:
 
     @property
     def behind(self) -> str:
-        """Return why it gets no jobs, although it takes some; empty: it gets some."""
+        """Return why it gets no jobs although it accepts some; empty if it gets jobs."""
         return self._behind
 
     @behind.setter
@@ -154,18 +153,18 @@ class Member:
             self._set_behind(self, why)
 
     def submit_soon(self, spec: JobSpec, attempts: int) -> None:
-        """Queue a job to be sent, of which `attempts` attempts have begun before."""
+        """Queue a job with `attempts` earlier attempts for sending."""
         self.to_submit.append((spec, attempts))
         self.wake.set()
 
     def forget_soon(self, job_id: str, cursor: int) -> None:
-        """Have the member forget an outcome."""
+        """Queue an outcome that the member must forget."""
         self.to_forget.append((job_id, cursor))
         self.wake_forgetting.set()
 
 
 class _Serving:
-    """A node that is served, from the first try to join it until it is lost, and why it was."""
+    """A node from the first attempt to join it until its loss, and the reason of the loss."""
 
     def __init__(self, entry: NodeEntry) -> None:
         self.entry = entry
@@ -175,16 +174,16 @@ class _Serving:
 
 
 class Members:
-    """The tasks that keep a session of the head on every living node of a fleet's folder.
+    """The tasks that maintain a session of the head on every live node in a fleet's folder.
 
-    A fleet is of one model. A node with another one is left out for as long as the folder has an entry of a node with
-    the fleet's; once the last of these has left, the fleet changes over. The nodes' versions may differ.
+    A fleet has one model. A node with another model is excluded while the folder contains a node with the fleet's
+    model. When the last of these has left, the fleet switches to the other model. The nodes' versions may differ.
 
     Attributes:
         all: the members with a session, by id.
-        model: the fleet's model; empty: that of the first node which joins.
-        view: the folder as it was read last.
-        refused: nodes that are left out, and why.
+        model: the fleet's model; empty: the model of the first node that joins.
+        view: the folder as last read.
+        refused: excluded nodes, and the reasons.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class Members:
         options: Mapping[str, Any],
         model: str = "",
     ) -> None:
-        """Join nothing yet. `options` are those of `connect_node` for each node."""
+        """Create it without joining any node. `options` are the options of `connect_node` for each node."""
         self.all: dict[str, Member] = {}
         self.model = model
         self.view: FleetView | None = None
@@ -215,14 +214,13 @@ class Members:
 
     @property
     def folder(self) -> Path:
-        """Return the fleet's folder."""
         return self._watch.path
 
     @property
     def settled(self) -> bool:
-        """Return True if each living node of the last look has joined or is left out, and no node is waited for.
+        """Return True if each live node in the last view has joined or is excluded, and no restart is awaited.
 
-        A node that has ended and will start again, which its `restart_within_s` says, is waited for.
+        A restart is awaited for an ended node that announced it with `restart_within_s`.
         """
         view = self.view
         return view is not None and all(
@@ -233,7 +231,7 @@ class Members:
         )
 
     async def run(self) -> NoReturn:
-        """Watch the folder until cancelled. A folder that cannot be read is logged: the members stay as they are."""
+        """Watch the folder until cancelled. Read errors are logged; the members then stay as they are."""
         trouble = ""
         while True:
             try:
@@ -246,7 +244,7 @@ class Members:
             await trio.sleep(WATCH_INTERVAL_S)
 
     async def look(self) -> None:
-        """Read the folder once; begin to join nodes that have come, and give up those that are lost.
+        """Read the folder once; start joining new nodes, and give up lost ones.
 
         Raises:
             ConfigError: the folder cannot be read.
@@ -272,7 +270,7 @@ class Members:
             del self.refused[node_id]
 
     def _judge_model(self, view: FleetView) -> None:
-        """Change over to another model if no node with the present one is left in the folder."""
+        """Switch to another model if no node with the current one is left in the folder."""
         models = {found.entry.model for found in view.nodes.values()}
         if self.model in models or any(member.entry.model == self.model for member in self.all.values()):
             return
@@ -289,11 +287,11 @@ class Members:
         return member is not None and member.state.connected
 
     def bar(self, node_id: str, why: str, for_s: float) -> None:
-        """Leave a node out for so long, once it is lost."""
+        """Exclude a node for this many seconds after it is lost."""
         self._barred[node_id] = trio.current_time() + for_s, why
 
     def _objection(self, found: FoundNode, owner: str) -> str:
-        """Return why a living node is not joined; empty if it is."""
+        """Return why a live node is not joined; empty if it is."""
         entry = found.entry
         until_s, barred = self._barred.get(entry.node_id, (-math.inf, ""))
         if trio.current_time() < until_s:
@@ -308,13 +306,13 @@ class Members:
         return ""
 
     def _refuse(self, entry: NodeEntry, why: str) -> None:
-        """Leave a node out for now, and log it if that is new."""
+        """Exclude a node for now, and log it if that is new."""
         if self.refused.get(entry.node_id) != why:
             logger.error("left out of the fleet: %s", why)
         self.refused[entry.node_id] = why
 
     async def _read_token(self, entry: NodeEntry) -> str:
-        """Return the token that the entry of a node has now, in which every rotation is written."""
+        """Return the current token in a node's entry, which is rewritten at each rotation."""
         try:
             found, _ = await trio.to_thread.run_sync(
                 read_entry, self.folder / f"{entry.node_id}.json", abandon_on_cancel=True
@@ -324,7 +322,7 @@ class Members:
         return found.token
 
     async def _serve(self, serving: _Serving) -> None:
-        """Have a session on a node until it is lost, then report that; a node that was not joined is retried later."""
+        """Keep a session on a node until it is lost, then report that. A failed join is retried later."""
         node_id = serving.entry.node_id
         with serving.scope:
             serving.why = await self._stay(serving)
@@ -339,7 +337,7 @@ class Members:
         del self._serving[node_id]
 
     async def _stay(self, serving: _Serving) -> str:
-        """Return why the session ended, or could not begin."""
+        """Return why the session ended or could not start."""
         entry = serving.entry
         try:
             async with connect_node(
@@ -361,7 +359,7 @@ class Members:
         raise AssertionError("a session ends by an error")
 
     async def _take_over(self, serving: _Serving, member: Member) -> NoReturn:
-        """Pass on what the node sends until its session ends. Raises the reason."""
+        """Relay the node's messages until its session ends. Raises the reason."""
         source = member.state
         while source.listing:
             if source.failure is not None:
@@ -384,7 +382,7 @@ class Members:
 
 
 def _loss(entry: NodeEntry, found: FoundNode | None) -> str:
-    """Return why a node that has no link is given up; empty: it is not."""
+    """Return why a disconnected node is given up; empty if it is not."""
     if found is None:
         return "it has left the fleet"
     if found.entry.process != entry.process or found.entry.url != entry.url:
@@ -395,7 +393,7 @@ def _loss(entry: NodeEntry, found: FoundNode | None) -> str:
 
 
 def _owners(view: FleetView) -> dict[str, str]:
-    """Return which living node is at each address: of several, one was killed, and the one that began last is there."""
+    """Return the live node at each address. If several claim one, all but the last started were killed."""
     owners: dict[str, FoundNode] = {}
     for found in view.nodes.values():
         if found.life == "live":

@@ -1,4 +1,4 @@
-"""The pools of LLM backends of a fleet's nodes, as one pool: who has which backend, and policy updates of all."""
+"""The pools of LLM backends of a fleet's nodes as one pool: ownership of backends, and fleet-wide policy updates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 UPDATES_KEPT: Final = 8
-"""Policy updates whose nodes are remembered, in case their last step is asked again."""
+"""Number of policy updates whose nodes are remembered, in case their last step is repeated."""
 LOST_IN_UPDATE: Final = "it was lost in a policy update"
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 FIRST_RETRY_S: Final = 1.0
@@ -42,50 +42,50 @@ logger = logging.getLogger(__name__)
 
 UNSETTLED: Final = "its policy version is not known yet"
 ASK_S: Final = 10.0
-"""Longest wait for a node's answer. One that has given none is asked again."""
+"""Longest wait for a node's answer. A node that has not answered is asked again."""
 RETRY_S: Final = 0.25
 UNNAMED: Final = "0"
-"""The version of weights that no update was made of, and that their engine has no name for."""
+"""The version of weights that are unnamed in their engine and were not part of an update."""
 
 
 class PolicyUndecided(Exception):
-    """The nodes of the fleet have different policy versions, and which is the newest is not known."""
+    """The fleet's nodes have different policy versions, and the newest is unknown."""
 
 
 class FleetPolicy:
-    """The judge of who gets jobs: the nodes that have the fleet's policy version.
+    """Decides which nodes get jobs: the nodes with the fleet's policy version.
 
-    That is the version that an update through this head announced last. Before its first update, it is the newest that
-    any node has: see `newest_version`.
+    That is the last version announced by an update through this head. Before the first update, it is the newest version
+    of any node: see `newest_version`.
 
     Attributes:
-        version: None: no node has any, or it is undecided.
-        undecided: why it is not known; empty: it is.
-        waiting: a policy update is under way, whose end nodes that have joined must await.
+        version: None if no node has a version, or it is undecided.
+        undecided: why it is unknown; empty if it is known.
+        waiting: a policy update is in progress, and nodes that have joined must wait for its end.
     """
 
     def __init__(self, members: Mapping[str, Member]) -> None:
-        """Judge no node yet. `members` are the nodes with a session, by id, as they are at any time."""
+        """Create it without decisions. `members` are the nodes with a session by id, updated live."""
         self.version: str | None = None
         self.undecided = ""
         self.waiting = False
         self._members = members
         self._announced: str | None = None
         self._steps = 0
-        """Resumes so far: an answer from before one says nothing of what is after it."""
+        """Number of resumes so far: an answer given before a resume is outdated after it."""
         self._judging = trio.Lock()
 
     def joined(self, member: Member) -> None:
-        """Give a node that has joined no jobs until `settle` has judged it."""
+        """Give a node that has joined no jobs until `settle` has decided about it."""
         member.behind = UNSETTLED
 
     @property
     def settled(self) -> bool:
-        """Return True if each node is judged."""
+        """Return True if every node has been decided."""
         return not any(member.behind == UNSETTLED for member in self._members.values())
 
     async def settle(self) -> None:
-        """Return when each node is judged; those that were are judged anew, as the new ones may have a later policy."""
+        """Return when every node has been decided, old ones again, because a new node may have a later policy."""
         async with self._judging:
             while not self.settled:
                 await self._judge()
@@ -93,16 +93,16 @@ class FleetPolicy:
                     await trio.sleep(RETRY_S)
 
     async def judge_again(self) -> None:
-        """Judge all nodes once more: one is lost, or an update was cut off."""
+        """Decide about all nodes again, because one was lost or an update was cut off."""
         async with self._judging:
             await self._judge()
 
     def begin_resume(self) -> None:
-        """Note that a resume is on its way to the nodes: what they said before does not count any more."""
+        """Record that a resume is being sent to the nodes: their earlier answers no longer count."""
         self._steps += 1
 
     def announce(self, version: str, updated: Collection[str]) -> None:
-        """Note that the nodes `updated` have this version now, and that it is the fleet's."""
+        """Record that the nodes `updated` now have this version, and that it is the fleet's."""
         self._steps += 1
         self._announced = self.version = version
         self.undecided = ""
@@ -110,7 +110,7 @@ class FleetPolicy:
             member.behind = "" if member.node_id in updated else f"it was not there for version {version}"
 
     async def _judge(self) -> None:
-        """Ask all nodes, and judge those that answer."""
+        """Ask all nodes, and decide about those that answer."""
         steps = self._steps
         policies = await self._ask()
         self.waiting = any(policy.updating for policy in policies.values())
@@ -159,9 +159,9 @@ class NodePolicy(NamedTuple):
     """The policy of a node.
 
     Attributes:
-        versions: of its backends that were reached.
-        announced: those that policy updates brought to this node lately, the oldest first.
-        updating: a policy update is under way there.
+        versions: of its reachable backends.
+        announced: recent versions from policy updates of this node, oldest first.
+        updating: a policy update is in progress there.
     """
 
     versions: frozenset[str]
@@ -170,20 +170,20 @@ class NodePolicy(NamedTuple):
 
 
 def policy_of(listed: BackendList) -> NodePolicy:
-    """Return what a node's list of backends tells of its policy."""
+    """Return a node's policy according to its list of backends."""
     pool: Mapping[str, Any] = listed.pool
     versions = {str(each.get("policy_version", "")) for each in pool.get("backends", [])}
     return NodePolicy(frozenset(versions - {""}), tuple(pool.get("versions", ())), bool(pool.get("updating")))
 
 
 def newest_version(nodes: Mapping[str, NodePolicy]) -> str | None:
-    """Return the version that came last of all that nodes have; None if none has any.
+    """Return the newest of all nodes' versions; None if none has any.
 
-    Of two versions, that came later which a node took over in an update when it had the other one before. Where no node
-    has had both: any is later than `0`, weights without a name; and of two integers the larger.
+    A version is later than another if a node got it in an update while it had the other. If no node has had both, any
+    version is later than `0` (unnamed weights), and the larger of two integers is later.
 
     Raises:
-        PolicyUndecided: none is later than all the others by these rules.
+        PolicyUndecided: no version is later than all the others by these rules.
     """
     there = sorted({version for node in nodes.values() for version in node.versions})
     newest = [one for one in there if all(_is_later(one, other, nodes) for other in there if other != one)]
@@ -212,28 +212,31 @@ def _is_later(one: str, other: str, nodes: Mapping[str, NodePolicy]) -> bool:
 
 
 class FleetPools:
-    """The operations of `BackendCalls` on all nodes: a step of a policy update is taken by all of them, or fails.
+    """The operations of `BackendCalls` on all nodes: a step of a policy update succeeds on every node, or fails.
 
     Attributes:
-        policy: who has the fleet's policy version.
-        owners: who has which backend.
+        policy: which nodes have the fleet's policy version.
+        owners: which nodes have which backends.
     """
 
     def __init__(
         self, members: Mapping[str, Member], run_soon: Callable[[Callable[[], Awaitable[None]]], None]
     ) -> None:
-        """Look at no node yet. `members`: those with a session, by id. `run_soon` runs a function in the background."""
+        """Create it without contacting nodes. `members`: nodes with a session, by id.
+
+        `run_soon` starts a background task.
+        """
         self.policy = FleetPolicy(members)
         self.owners = _BackendOwners(members, self.policy)
         self._members = members
         self._run_soon = run_soon
         self._updates: dict[str, list[Member]] = {}
-        """Nodes of a policy update, from its pause on, by its holder."""
+        """Nodes of a policy update from its pause on, by its holder."""
         self._open: set[str] = set()
-        """Holders of the updates that are under way."""
+        """Holders of the updates in progress."""
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Carry out one operation on the pools of all nodes that it concerns."""
+        """Carry out one operation on the pools of all affected nodes."""
         return cast("AnswerT", await self._any(cast("NodeRequest[Any]", request)))
 
     async def _any(self, request: NodeRequest[Any]) -> object:
@@ -254,15 +257,15 @@ class FleetPools:
         return _joined(await _ask_all(self._all(), request))
 
     def version_of(self, member: Member) -> str | None:
-        """Return the policy version that the backends of a node have for certain; None: that is not known.
+        """Return the policy version that a node's backends certainly have; None if unknown.
 
-        In an update they may have the new weights, or not.
+        During an update they may have either the old or the new weights.
         """
         in_update = any(member in self._updates[holder] for holder in self._open)
         return None if member.behind or in_update else self.policy.version
 
     async def node_lost(self, member: Member, version: str | None) -> None:
-        """Give the backends of a lost node, which had the policy `version`, to others."""
+        """Reassign the backends of a lost node, which had the policy `version`, to others."""
         await self.policy.judge_again()
         await self.owners.move(member, version)
 
@@ -281,7 +284,7 @@ class FleetPools:
         return _joined(await _ask_all(self._all(), ListBackends()))
 
     async def _step(self, request: NodeRequest[UpdateReport]) -> UpdateReport:
-        """Take a step of a pause or a policy update on its nodes: those that there were when it began."""
+        """Perform a step of a pause or a policy update on the nodes that were present at its start."""
         holder = str(getattr(request, "holder", ""))
         if isinstance(request, PauseBackends) and holder:
             self._updates[holder] = self._all()
@@ -296,7 +299,7 @@ class FleetPools:
         return _together([report for _, report in await _ask_all(members, request)])
 
     async def _resume(self, request: ResumeBackends, members: list[Member]) -> UpdateReport:
-        """End an update. A node that is lost meanwhile is none of it: it goes back, or is behind, by itself."""
+        """End an update. A node lost in the meantime drops out: it reverts, or is behind, by itself."""
         self.policy.begin_resume()
         answers: list[tuple[Member, UpdateReport]] = []
         try:
@@ -308,7 +311,7 @@ class FleetPools:
                 if self._members.get(member.node_id) is not member or (answers and member.node_id not in answered):
                     member.behind = member.behind or LOST_IN_UPDATE
             if request.holder and not (answers and request.policy_version is not None):
-                self._run_soon(self.policy.judge_again)  # some nodes may have it all the same
+                self._run_soon(self.policy.judge_again)  # some nodes may have the new version
         if request.policy_version is not None:
             self.policy.announce(request.policy_version, answered)
             self._run_soon(self.owners.give_back)
@@ -316,7 +319,7 @@ class FleetPools:
 
 
 class _Placed(NamedTuple):
-    """A backend that the head gave to the node `node_id`; `host` is the machine that its engine is on."""
+    """A backend that the head gave to the node `node_id`; `host` is the machine of its engine."""
 
     node_id: str
     weight: float | None
@@ -324,12 +327,12 @@ class _Placed(NamedTuple):
 
 
 class _BackendOwners:
-    """The nodes that have the backends, as far as the head has seen to it, at this start or before.
+    """The nodes that own the backends, according to this and earlier starts of the head.
 
-    A backend goes to a node on its own host if there is one, of several candidates to that with the fewest. Those of a
-    lost node, by its configuration or because this head added them there, go to others in the same way, as long as
-    the fleet has the policy version that they have. When the node is back with the backends of its configuration, and
-    has the fleet's policy, the others give them up.
+    A backend goes to a node on its own host if possible, and among several candidates to the one with the fewest
+    backends. The backends of a lost node, configured or added by this head, go to others in the same way, while the
+    fleet has their policy version. When the node returns with its configured backends and the fleet's policy, the other
+    nodes release them.
     """
 
     def __init__(self, members: Mapping[str, Member], policy: FleetPolicy) -> None:
@@ -337,12 +340,12 @@ class _BackendOwners:
         self._policy = policy
         self._placed: dict[str, _Placed] = {}
         self.weights: dict[str, float] = {}
-        """Weights that backends were given since, whoever has them."""
+        """Weights assigned to backends since, whatever their owner."""
         self._withheld: set[str] = set()
-        """URLs that were drained or removed: they are put to use by nobody but who adds them."""
+        """URLs that were drained or removed: only an explicit add uses them again."""
 
     async def add(self, request: AddBackend) -> None:
-        """Have a node add a backend; one that has it already takes it again. Raises what that node answers."""
+        """Make a node add a backend; an existing owner adds it again. Raises that node's error."""
         url, host = _origin(request.url), _host_of(request.url, socket.gethostname())
         node_id = await self._give(request, host)
         self._placed[url] = _Placed(node_id, request.weight, host)
@@ -350,10 +353,10 @@ class _BackendOwners:
         self._withheld.discard(url)
 
     async def adopt(self, member: Member) -> None:
-        """Note what the backends of a node that has joined tell of an earlier start of this head.
+        """Record the state of a joined node's backends from an earlier start of this head.
 
-        Those that it has beyond its configuration were given to it. If another node has them, because this one was away
-        for a while, it gives them up. Those of its configuration that it does not use were drained or removed.
+        Backends beyond its configuration were given to it. If another node owns them now, because this one was away, it
+        releases them. Configured backends that it does not use were drained or removed.
         """
         try:
             listed = await member.client.list_backends()
@@ -382,7 +385,7 @@ class _BackendOwners:
             logger.warning("node %s has given up backend %s, which is with node %s", member.node_id, url, owner)
 
     def taken_out(self, request: DrainBackend | RemoveBackends) -> None:
-        """Note that backends were drained or removed: that they are given to nobody when their node is lost."""
+        """Record that backends were drained or removed, so that they are not reassigned when their node is lost."""
         known = {url for member in self._members.values() for url in _own(member)} | self._placed.keys()
         urls = known if request.url is None else {_origin(request.url)}
         self._withheld |= urls
@@ -391,11 +394,11 @@ class _BackendOwners:
             self.weights.pop(url, None)
 
     async def move(self, member: Member, version: str | None) -> None:
-        """Give the backends of a lost node to others: return when each has one, its node is back, or it cannot be.
+        """Reassign the backends of a lost node; return when each has an owner, its node is back, or none is possible.
 
         Args:
             member: the node.
-            version: of the policy that its backends had when it was lost; None: that is not known.
+            version: the policy version of its backends at the loss; None if unknown.
         """
         waiting = self._without_owner(member)
         pause_s, told = FIRST_RETRY_S, ""
@@ -430,7 +433,7 @@ class _BackendOwners:
                 pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def give_back(self) -> None:
-        """Take backends from the nodes that they were given to, whose own node is back and has put them to use."""
+        """Take back reassigned backends whose own node has returned and uses them again."""
         await trio.lowlevel.checkpoint()
         for url, placed in list(self._placed.items()):
             homes = [m for m in self._members.values() if url in _own(m) and not m.behind]
@@ -444,7 +447,7 @@ class _BackendOwners:
                 if holder is not None:
                     await holder.client.operate(RemoveBackends(url=url))
             except UnknownBackend:
-                pass  # somebody else has seen to it
+                pass  # another task has done it
             except ServiceError as exc:
                 logger.info("backend %s is not taken back yet: %s", url, exc)
                 continue
@@ -462,9 +465,9 @@ class _BackendOwners:
         return {**mine, **given}
 
     def _is_cared_for(self, url: str, lost_id: str) -> bool:
-        """Return True if a backend of a lost node needs no other: a node has it by its configuration, or nobody shall.
+        """Return True if a lost node's backend needs no new owner: another node configures it, or it is withheld.
 
-        The lost node, if it is back, has those that were added to it only if it was not started again: it is asked.
+        Backends that were added to the lost node survive only if it did not restart, so it is asked when it is back.
         """
         placed = self._placed.get(url)
         return (
@@ -474,7 +477,7 @@ class _BackendOwners:
         )
 
     async def _give(self, request: AddBackend, host: str) -> str:
-        """Have the node that suits best add a backend; return its id."""
+        """Make the most suitable node add a backend; return its id."""
         members = list(self._members.values())
         if request.policy_version is not None:
             members = [member for member in members if not member.behind]
@@ -501,9 +504,9 @@ def _together(reports: list[UpdateReport]) -> UpdateReport:
 async def _ask_all(
     members: Sequence[Member], request: NodeRequest[AnswerT], *, lost_is_fine: bool = False
 ) -> list[tuple[Member, AnswerT]]:
-    """Ask nodes at once; return their answers, in order. Raises the first error, when all have answered.
+    """Ask nodes concurrently; return their answers, in order. Raises the first error after all have answered.
 
-    `lost_is_fine`: a node that is lost is left out, unless none is left.
+    `lost_is_fine`: lost nodes are skipped, unless none is left.
     """
     answers: dict[str, AnswerT] = {}
     errors: list[ServiceError | BackendError] = []
@@ -531,7 +534,7 @@ async def _ask_all(
 
 
 def _joined(answers: Sequence[tuple[Member, BackendList]]) -> BackendList:
-    """Return the lists of several nodes as one; each backend in `pool` says whose it is."""
+    """Return the lists of several nodes as one; each backend in `pool` names its node."""
     pools: list[Mapping[str, object]] = [answer.pool for _, answer in answers]
     backends = [
         {**backend, "node_id": member.node_id} for member, answer in answers for backend in answer.pool["backends"]
@@ -546,7 +549,7 @@ def _joined(answers: Sequence[tuple[Member, BackendList]]) -> BackendList:
 
 
 def _own(member: Member) -> dict[str, float]:
-    """Return the backends of a node's own configuration."""
+    """Return the backends in a node's own configuration."""
     return member.entry.backends
 
 
@@ -555,13 +558,13 @@ def _origin(url: str) -> str:
 
 
 def _host_of(url: str, here: str) -> str:
-    """Return the machine of an engine, by the name that its URL has for it; `here` is that of the loopback."""
+    """Return the machine of an engine by its name in the URL; `here` replaces the loopback."""
     host = urlsplit(url).hostname or ""
     return here if host in LOOPBACK else host
 
 
 def _is_on(member: Member, host: str) -> bool:
-    """Return True if the node is on that machine, by any of the names that its entry has for it."""
+    """Return True if the node is on that machine, by any of the names in its entry."""
     entry = member.entry
     names = {entry.host, urlsplit(entry.url).hostname}
     return host in names or (entry.slurm is not None and host == entry.slurm.node_name)

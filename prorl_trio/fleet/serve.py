@@ -1,8 +1,8 @@
-"""The process of a fleet's head, from its start to its end: sessions, members, edges, its entry in the folder.
+"""The process of a fleet's head from start to exit: sessions, members, edges, its entry in the folder.
 
 serve_fleet()
 └─ sessions             the ledger                                             ends last
-   └─ head nursery      sessions on the members, what is asked of them         second
+   └─ head nursery      sessions on the members, requests to the members       second
       └─ accept nursery listeners of the server, their connections             first
 """
 
@@ -64,18 +64,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S: Final = 5.0
-"""Longest a shutdown waits for connected trainers to take their last outcomes."""
+"""Longest wait of a shutdown for connected trainers to receive their last outcomes."""
 CLAIM_POLL_S: Final = 0.25
 LEAVE_TIMEOUT_S: Final = 5.0
-"""Longest that a shutdown waits for the fleet's disk."""
+"""Longest wait of a shutdown for the fleet's disk."""
 IDENTITY_FILE: Final = "head.json"
 
 
 class _Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that a head must know again at its next start, beside its ledger.
+    """Facts that a head needs again at its next start, in addition to its ledger.
 
     Attributes:
-        session_id: of the head on the members.
+        session_id: the head's session on the members.
         model: of the fleet.
     """
 
@@ -89,18 +89,20 @@ async def serve_fleet(
     ends_process: bool = False,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
-    """Run the head of the fleet in `config.fleet.dir` until SIGTERM or SIGINT. For the main thread, for the signals.
+    """Run the head of the fleet in `config.fleet.dir` until SIGTERM or SIGINT.
 
-    The first signal drains: the head takes no more jobs, and lets those that live end, for `drain_timeout_s` at most.
-    The second cuts that short. With a ledger on a disk, jobs that are left then go on: the members work on them, and
-    the head's next start has them again. Without, they are cancelled. At SIGHUP the token file is read again, unless
-    `on_hangup` says that the head drains.
+    For the main thread, because of the signals.
+
+    The first signal drains: the head accepts no more jobs, and lets live jobs end, for at most `drain_timeout_s`. The
+    second signal cuts that short. With a ledger on disk, the remaining jobs continue on the members, and the head's
+    next start resumes them. Otherwise they are cancelled. SIGHUP reloads the token file, unless `on_hangup` makes it
+    drain the head.
 
     Reports the listener's (host, port) through `task_status`. Returns True if no job was left or cut. With
     `ends_process` later signals are dropped, because the process ends with the head.
 
     Raises:
-        ConfigError: the head cannot start; says what to do.
+        ConfigError: the head cannot start; the message contains the remedy.
     """
     raise_descriptor_limit()
     if not config.fleet.dir:
@@ -130,7 +132,7 @@ async def serve_fleet(
 
 
 async def _wait_delivered(fleet: Fleet, sessions: SessionTable) -> None:
-    """Return when connected trainers have taken their outcomes; at once where jobs are left to the next start."""
+    """Return when connected trainers have received their outcomes; at once if jobs are left to the next start."""
     await trio.lowlevel.checkpoint()
     if not fleet.live:
         await sessions.wait_delivered()
@@ -139,7 +141,7 @@ async def _wait_delivered(fleet: Fleet, sessions: SessionTable) -> None:
 async def _serve_reloads(
     listen: ListenConfig, door: Door, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """At each SIGHUP, give `door` the token that `listen` has now: its file may have another one. Until cancelled."""
+    """At each SIGHUP, give `door` the current token of `listen`, whose file may have changed. Runs until cancelled."""
     with trio.open_signal_receiver(signal.SIGHUP) as signals:
         task_status.started()
         async for _ in signals:
@@ -158,11 +160,14 @@ async def _serve_reloads(
 async def _open_whole(
     config: HeadConfig, edges: Edges, starting: trio.CancelScope
 ) -> AsyncIterator[tuple[Fleet, SessionTable, tuple[str, int]]]:
-    """Open all parts of a head. Cancels `starting` before members and trainers come: from then on a signal drains."""
+    """Open all parts of a head.
+
+    Cancels `starting` before members and trainers connect: from then on a signal drains.
+    """
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
     folder = await run_sync(lambda: claim_folder(config.fleet.dir))
-    await _wait_free(folder, trio.CapacityLimiter(1))  # before the ledger: on a shared disk it may be that head's
+    await _wait_free(folder, trio.CapacityLimiter(1))  # before the ledger, which on a shared disk may be that head's
     ledger = ledger_folder(config, dict(os.environ))
     async with open_monitoring(config) as monitoring:
         with open_node_arena(config.arena) as arena:
@@ -191,7 +196,7 @@ async def _open_whole(
                     },
                 ) as fleet:
                     if config.rest.prorl_compat and config.model is not None:
-                        load = partial(load_chat_format, config.model, proven=False)  # it writes no prompts
+                        load = partial(load_chat_format, config.model, proven=False)  # the head writes no prompts
                         fleet.chat_format = await trio.to_thread.run_sync(load)
                     starting.cancel("the head is there")
                     monitoring.watch_sessions(fleet, sessions)
@@ -233,9 +238,9 @@ async def _open_whole(
 
 
 def _without_limit_of_attempts(config: HeadConfig) -> HeadConfig:
-    """Return the configuration with which a restored job is not failed because its attempts began too often.
+    """Return the configuration without a limit on attempts, so that restored jobs cannot exceed it.
 
-    It may be at work on a member. The dispatch fails a job with which too many members were lost.
+    Such a job may be running on a member. The dispatch fails a job after too many lost members.
     """
     ledger = msgspec.structs.replace(config.ledger, max_attempts=1_000_000)
     return msgspec.structs.replace(config, ledger=ledger)
@@ -252,9 +257,10 @@ def ledger_folder(config: HeadConfig, environ: dict[str, str]) -> Path | None:
 
 
 def _local_socket(config: HeadConfig) -> Path | None:
-    """Return the path of the head's Unix socket: of its user, its fleet and this machine.
+    """Return the path of the head's Unix socket, specific to its user, fleet and machine.
 
-    None if there is no temporary folder, as where all file systems but the ledger's and the fleet's are read-only.
+    Returns None without a temporary folder, for example if only the file systems of the ledger and the fleet are
+    writable.
     """
     try:
         temporary = Path(tempfile.gettempdir())
@@ -269,7 +275,7 @@ def _hash_of(config: HeadConfig) -> str:
 
 
 def _read_identity(ledger: Path | None) -> _Identity:
-    """Return who the head was at its last start with this ledger; a new identity, which is written, if it is new."""
+    """Return the head's identity from its last start with this ledger, or write and return a new one."""
     if ledger is None:
         return _Identity(session_id=f"head-{uuid.uuid4().hex}")
     path = ledger / IDENTITY_FILE
@@ -297,7 +303,7 @@ def _write_identity(ledger: Path, identity: _Identity) -> None:
 
 
 async def _keep_model(fleet: Fleet, ledger: Path | None, identity: _Identity) -> None:
-    """Write the fleet's model down whenever it changes, for ever."""
+    """Store the fleet's model whenever it changes, until cancelled."""
     written = identity.model
     while True:
         await trio.sleep(1.0)
@@ -326,13 +332,13 @@ def _member_figures(fleet: Fleet) -> dict[str, dict[str, float]]:
 async def _open_entry(
     config: HeadConfig, door: Door, folder: Path, found_at: Endpoints, *, stays: bool
 ) -> AsyncIterator[None]:
-    """Keep the head's entry in the fleet's folder up to date during the block.
+    """Maintain the head's entry in the fleet's folder during the block.
 
-    `stays`: it is there after that, too, so that trainers wait for the head's next start.
+    `stays`: the entry remains afterwards, so that trainers wait for the head's next start.
 
     Raises:
-        ConfigError: another head lives there, or the entry cannot be written.
-        HeadReplaced: another head has taken the fleet over, because this one gave no sign of life for a while.
+        ConfigError: another head is alive there, or the entry cannot be written.
+        HeadReplaced: another head has taken over the fleet, because the heartbeats of this one stopped for a while.
     """
     disk = trio.CapacityLimiter(1)
     await _wait_free(folder, disk)
@@ -354,10 +360,10 @@ async def _open_entry(
 
 
 async def _wait_free(folder: Path, disk: trio.CapacityLimiter) -> None:
-    """Return when no other head lives in the folder by its heartbeat.
+    """Return when no other head is alive in the folder according to its heartbeat.
 
     Raises:
-        ConfigError: another one does.
+        ConfigError: another head is alive.
     """
     claim = HeadClaim(folder, this_process())
     told = False
@@ -393,9 +399,9 @@ def _entry(config: HeadConfig, found_at: Endpoints, token: str) -> HeadEntry:
 
 
 async def _keep_entry(door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter) -> None:
-    """Renew the entry until another head has taken the fleet over, and raise `HeadReplaced` then.
+    """Renew the entry until another head has taken over the fleet, then raise `HeadReplaced`.
 
-    Two heads that work with one ledger would spoil it, and this one is found by nobody new.
+    Two heads with one ledger would corrupt it, and new trainers cannot find this one.
     """
     replaced: list[HeadReplaced] = []
     await service_task(_beat, "head heartbeat", may_return=True)(door, folder, entry, disk, replaced)
@@ -405,7 +411,7 @@ async def _keep_entry(door: Door, folder: Path, entry: HeadEntry, disk: trio.Cap
 async def _beat(
     door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter, replaced: list[HeadReplaced]
 ) -> None:
-    """Renew the entry. A disk that is full or away is logged, and tried again."""
+    """Renew the entry. A full or missing disk is logged, and retried."""
     written: HeadEntry = entry
     trouble = ""
     while True:

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client of one origin: a bounded keep-alive pool, FIFO waiting, cancel = close.
 
-Every change of the pool's state is synchronous; `await` happens only on a connection that one task holds alone. No
-proxy, no redirect, no cookie, no compression: an engine on the cluster's network needs none.
+Every change of the pool's state is synchronous; `await` happens only on a connection that one task owns. Proxies,
+redirects, cookies and compression are not supported, because engines on the cluster's network do not need them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit of attempts at a call, and the delay between two.
+    """A limit on the attempts of a call, and the delay between two attempts.
 
-    The delay doubles; between half and all of it is waited, at random.
+    The delay doubles after each attempt; the actual wait is random between half and all of it.
 
     With the defaults a dead backend is given up after 9 to 18 s, so that its tasks can move to another one.
     """
@@ -57,7 +57,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. `opened_total` connections since the start; `stale_total` of them were found dead when reused."""
+    """A snapshot. `opened_total` counts connections since the start; `stale_total` counts reused ones found dead."""
 
     busy: int
     idle: int
@@ -69,19 +69,19 @@ class HttpStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpClient:
-    """Requests to one origin, from any number of tasks.
+    """A client for requests to one origin, from any number of tasks.
 
-    Idle connections are dropped when a later request finds them expired, and at `close`: there is no background task.
+    Idle connections are closed when a later request finds them expired, and at `close`. There is no background task.
     """
 
     def __init__(
         self, origin: str, *, limits: HttpLimits | None = None, ssl_context: ssl.SSLContext | None = None
     ) -> None:
-        """Open nothing yet.
+        """Open no connection yet.
 
         Args:
             origin: `http://host:port` or `https://host:port`, without a path.
-            limits: see there.
+            limits: see `HttpLimits`.
             ssl_context: for https; by default the system's certificate authorities are trusted.
 
         Raises:
@@ -105,7 +105,7 @@ class HttpClient:
         return f"<HttpClient {self.origin}: {state}, waiting {waiting}, at most {self._limits.max_connections}>"
 
     def statistics(self) -> HttpStatistics:
-        """Return what the pool holds now."""
+        """Return the current state of the pool."""
         return HttpStatistics(
             busy=len(self._busy),
             idle=len(self._idle),
@@ -128,15 +128,17 @@ class HttpClient:
     ) -> Response:
         """Send one request and return its complete response, whatever its status.
 
-        With `on_data` the body of a response of status 200 is given to it in pieces, as they come, and the response has
-        none; True from it ends the exchange there. It must not await, and what it raises comes out here.
+        If `on_data` is given, it receives the body of a response of status 200 in pieces as they arrive, and the
+        response has an empty body. If `on_data` returns True, the exchange ends there. It must not await. Its
+        exceptions propagate.
 
-        Waits, first come first served, while `max_connections` are busy. A cancelled or failed request closes its
-        connection at once. A kept-alive connection that turns out closed before a single byte of the response came is
-        replaced once by a fresh one; nothing else is ever sent twice.
+        Waits in FIFO order while `max_connections` are busy. A cancelled or failed request closes its connection at
+        once. If a kept-alive connection turns out to be closed before the first byte of the response, it is replaced
+        once by a new connection. Nothing else is ever sent twice.
 
         Raises:
-            ClientClosed, ConnectFailed, ConnectionLost, ResponseMalformed, ResponseTooLarge, TooManyWaiting: see there.
+            ClientClosed, ConnectFailed, ConnectionLost, ResponseMalformed, ResponseTooLarge, TooManyWaiting: see the
+                classes.
             RequestTimedOut: waiting, connecting and the exchange together took more than `timeout_s`.
         """
         if self._slots.statistics().tasks_waiting >= self._limits.max_waiting_requests:
@@ -152,7 +154,7 @@ class HttpClient:
         raise RequestTimedOut(f"{self.origin}: {method} {path} was not answered within {timeout_s:g} s", timeout_s)
 
     def close(self) -> None:
-        """Close every connection. Requests in flight, waiting and later ones raise `ClientClosed`. Idempotent."""
+        """Close every connection. Current, waiting and later requests raise `ClientClosed`. Idempotent."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.close()

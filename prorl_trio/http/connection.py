@@ -1,4 +1,4 @@
-"""An HTTP/1.1 connection: h11 over a trio stream, one exchange at a time, and what can go wrong on it."""
+"""An HTTP/1.1 connection: h11 over a trio stream, one exchange at a time, and its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 64 * 1024
 
-# A host that vanishes without a word is noticed after about 15 + 3 * 5 seconds, however long the answer may take.
+# A host that vanishes silently is detected after about 15 + 3 * 5 seconds, however long the response may take.
 _PROBE_AFTER_IDLE_S = 15
 _PROBE_INTERVAL_S = 5
 _PROBES = 3
@@ -29,14 +29,14 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one client.
 
     Attributes:
-        max_connections: open at once, busy and idle together.
-        max_waiting_requests: requests that may wait for a connection; one more is refused.
-        max_response_bytes: of one response's body that is kept. One that is handed on as it comes has no limit but the
+        max_connections: number of open connections, busy and idle together.
+        max_waiting_requests: number of requests that may wait for a connection; further requests are refused.
+        max_response_bytes: of the body of one response. A body that is streamed to `on_data` is limited only by the
             time-out.
-        max_header_bytes: of one response's status line and headers.
+        max_header_bytes: of the status line and headers of one response.
         connect_timeout_s: for name look-up, TCP and TLS together.
-        keep_alive_s: an idle connection older than this is not used again. Below the 5 s after which uvicorn, and so
-            vLLM, closes one, so that a request rarely meets a connection that is being closed.
+        keep_alive_s: an idle connection older than this is not reused. The default is below the 5 s after which
+            uvicorn, and therefore vLLM, closes a connection, so that a request rarely meets a closing one.
     """
 
     max_connections: int = 512
@@ -48,7 +48,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Response(msgspec.Struct, frozen=True):
-    """A complete response. Header names are lower case; of a repeated header the last one counts."""
+    """A complete response. Header names are lower case; the last occurrence of a repeated header counts."""
 
     status: int
     headers: dict[str, str]
@@ -56,15 +56,15 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class HttpError(ProrlError):
-    """Root of the errors of this client. An HTTP error status is a `Response`, not an error."""
+    """The base class of this client's errors. An HTTP error status is a `Response`, not an error."""
 
 
 class ConnectFailed(HttpError):
-    """No connection could be made. The request was not sent."""
+    """The connection could not be opened. The request was not sent."""
 
 
 class ConnectionLost(HttpError):
-    """The connection ended before the response did. `received_bytes` of the response had come."""
+    """The connection closed before the response was complete. `received_bytes` of the response had arrived."""
 
     def __init__(self, message: str, received_bytes: int) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class ConnectionLost(HttpError):
 
 
 class ClientClosed(HttpError):
-    """The client was closed, before the request or while it was under way."""
+    """The client was closed before or during the request."""
 
 
 class RequestTimedOut(HttpError):
@@ -92,7 +92,7 @@ class ResponseMalformed(HttpError):
 
 
 class TooManyWaiting(HttpError):
-    """`max_waiting_requests` wait already. The request was not sent."""
+    """`max_waiting_requests` are already waiting. The request was not sent."""
 
 
 async def open_connection(
@@ -101,13 +101,13 @@ async def open_connection(
     """Connect within `limits.connect_timeout_s`. Nothing stays open if this raises or is cancelled.
 
     Raises:
-        ConnectFailed: with the reason.
+        ConnectFailed: the connection failed; the message contains the reason.
     """
     with trio.move_on_after(limits.connect_timeout_s):
         try:
             tcp = await trio.open_tcp_stream(host, port)
             return HttpConnection(await _prepare(tcp, host, ssl_context), tcp, limits)
-        except (OSError, UnicodeError, trio.BrokenResourceError) as exc:  # UnicodeError: not a host name at all
+        except (OSError, UnicodeError, trio.BrokenResourceError) as exc:  # UnicodeError: not a valid host name
             raise ConnectFailed(f"cannot connect to {host}:{port}: {_reason(exc)}") from exc
     raise ConnectFailed(f"cannot connect to {host}:{port}: no answer within {limits.connect_timeout_s:g} s")
 
@@ -131,7 +131,7 @@ async def _prepare(tcp: trio.SocketStream, host: str, ssl_context: ssl.SSLContex
 
 
 class HttpConnection:
-    """A connection and its parser. Used by one task at a time; `close` is synchronous and may come from any task."""
+    """A connection and its parser. One task at a time may use it; any task may call `close`, which is synchronous."""
 
     def __init__(self, stream: trio.abc.Stream, tcp: trio.SocketStream, limits: HttpLimits) -> None:
         self._stream = stream
@@ -148,11 +148,9 @@ class HttpConnection:
         self._tcp.socket.close()
 
     def is_reusable(self) -> bool:
-        """Return whether another exchange may be tried.
+        """Return whether another exchange may be tried. Does not wait.
 
-        It may if the last one was complete, and the peer has not spoken or left since.
-
-        Does not wait.
+        It may if the last exchange was complete, and the peer has neither sent anything nor disconnected since.
         """
         if self._h11.our_state is not h11.IDLE or self._h11.trailing_data != (b"", False):
             return False
@@ -168,21 +166,21 @@ class HttpConnection:
     ) -> Response:
         """Send one request and read its response. On any error or cancellation the connection is closed first.
 
-        The body of a response of status 200 goes to `on_data`, if there is one, as it comes; the response then has
-        none. If that returns True, the connection is closed and the response returned at once; what it raises passes.
+        If `on_data` is given, the body of a response of status 200 is streamed to it, and the response has an empty
+        body. If it returns True, the connection is closed and the response returned at once. Its exceptions propagate.
 
         Raises:
-            ConnectionLost, ResponseTooLarge, ResponseMalformed: see there.
+            ConnectionLost, ResponseTooLarge, ResponseMalformed: see the classes.
         """
         self._received_bytes = self._body_bytes = 0
         try:
             pieces = (request, h11.Data(data=body), h11.EndOfMessage())
             payload = b"".join(piece for event in pieces if (piece := self._h11.send(event)))
             del pieces
-            # A server may refuse a request before it has read all of it: what it said then counts.
+            # A server may refuse a request before it has read all of it; its response still counts.
             with suppress(trio.BrokenResourceError):
                 await self._stream.send_all(payload)
-            del payload  # the answer may take minutes, and thousands may wait for one
+            del payload  # free it: the response may take minutes, and thousands of requests may be waiting
             response = await self._receive_response(on_data)
         except (trio.ClosedResourceError, trio.BrokenResourceError) as exc:
             self.close()
@@ -207,7 +205,7 @@ class HttpConnection:
                 raise trio.BrokenResourceError("the peer closed it")
             self._received_bytes += len(received)
             if on_data is None:
-                await pass_turnstile()  # what follows is the caller's work on an answer; pieces of a stream are short
+                await pass_turnstile()  # the caller now processes the response; pieces of a stream are short
             self._h11.receive_data(received)
             try:
                 complete = self._parse(head, body, on_data)
@@ -220,7 +218,7 @@ class HttpConnection:
                 return Response(head[0].status_code, headers, b"".join(body))
 
     def _parse(self, head: list[h11.Response], body: list[bytes], on_data: Callable[[bytes], bool] | None) -> bool:
-        """Move what has come into `head` and `body`; True at the end of the response."""
+        """Move the received data into `head` and `body`; return True at the end of the response."""
         while (event := self._h11.next_event()) is not h11.NEED_DATA:
             if isinstance(event, h11.Response):
                 head.append(event)
@@ -246,7 +244,7 @@ class HttpConnection:
 
 
 def _reason(exc: BaseException) -> str:
-    """Return the innermost explanation: trio wraps the operating system's."""
+    """Return the innermost explanation, because trio wraps errors of the operating system."""
     cause = exc.__cause__
     if isinstance(cause, BaseExceptionGroup):
         return "; ".join(str(leaf) for leaf in cause.exceptions)

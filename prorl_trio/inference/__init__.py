@@ -1,1 +1,1 @@
-"""LLM backends: engine clients and the pool that places tasks on them."""
+"""LLM backends: engine clients, and the pool that places tasks on them."""

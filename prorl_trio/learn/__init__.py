@@ -1,4 +1,4 @@
-"""A reference trainer: small, readable, and the one that the examples and tests train with. Extra `train`."""
+"""A small, readable reference trainer, used by the examples and tests. Requires the extra `train`."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a killed run goes on from: each is whole, or not there."""
+"""Checkpoints from which a killed run resumes. Each checkpoint is complete or absent."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.pt", "state.json"
 
 
 def save_checkpoint(folder: Path, trainer: Trainer, step: int, state: dict[str, Any], *, keep: int = 2) -> Path:
-    """Write `folder/step-NNNNNN`: weights, optimizer, random state, and `state`, which is the caller's and JSON.
+    """Write `folder/step-NNNNNN`: weights, optimizer, random state, and the caller's JSON `state`.
 
-    It has its name only when all of it is on the disk. Of older ones the last `keep` - 1 stay.
+    The folder gets its name only after all data is on the disk. The last `keep` - 1 older checkpoints are kept.
     """
     target = folder / f"{_PREFIX}{step:06d}"
     part = folder / f".{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    # Tied weights go under each of their names, since an engine may have its own copy of the output layer.
+    # Tied weights are written under each of their names, because an engine may have its own copy of the output layer.
     weights = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     save_file(weights, part / _WEIGHTS, metadata={"format": "pt"})
     random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
@@ -45,12 +45,12 @@ def save_checkpoint(folder: Path, trainer: Trainer, step: int, state: dict[str, 
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint in `folder`; None if there is none."""
+    """Return the newest complete checkpoint in `folder`; None if there is none."""
     return max(folder.glob(f"{_PREFIX}*"), default=None)
 
 
 def load_checkpoint(checkpoint: Path, trainer: Trainer) -> dict[str, Any]:
-    """Bring `trainer`, and the random generators, to where they were; return the `state`, with its `step`."""
+    """Restore `trainer` and the random generators; return the caller's `state`, with its `step`."""
     trainer.model.load_state_dict(load_file(checkpoint / _WEIGHTS))
     saved = torch.load(checkpoint / _OPTIMIZER, map_location="cpu", weights_only=True)
     trainer.optimizer.load_state_dict(saved["optimizer"])

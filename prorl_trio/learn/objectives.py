@@ -1,14 +1,15 @@
 """The objectives of policy-gradient training, as pure functions of tensors.
 
-A rollout i of a group of G has the reward r_i and the sampled tokens t = 1 .. |o_i|. An objective is: the advantage of
-a rollout, what each of its tokens loses (`token_loss`), and the weight of a token in the sum (`token_weights`). Weights
-are of the whole batch, so that the sum does not depend on how the batch is cut into micro-batches.
+A rollout i of a group of G has the reward r_i and the sampled tokens t = 1 .. |o_i|. An objective consists of the
+advantage of a rollout, the loss of each of its tokens (`token_loss`), and the weight of a token in the sum
+(`token_weights`). Weights refer to the whole batch, so the sum does not depend on how the batch is split into
+micro-batches.
 
     GRPO     DeepSeekMath, arXiv 2402.03300: (r - mean) / std over the group; mean over tokens, then over rollouts
     Dr. GRPO arXiv 2503.20783: r - mean, without std; sum over tokens, divided by the same constant for all
     DAPO     arXiv 2503.14476: GRPO's advantage; clip-higher; sum over all tokens, divided by their number
     RLOO     arXiv 2402.14740: r - mean of the others; REINFORCE on the whole rollout, nothing clipped
-    PPO      arXiv 1707.06347: the clipped surrogate, by rollout; in place of a critic, r - mean over the group
+    PPO      arXiv 1707.06347: the clipped surrogate, by rollout; instead of a critic, r - mean over the group
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STD_FLOOR: Final = 1e-4
-"""Added to a group's standard deviation before it divides."""
+"""Added to a group's standard deviation before dividing by it."""
 
 
 class Objective(NamedTuple):
-    """The choices that make an objective.
+    """The choices that define an objective.
 
     Attributes:
         baseline: the mean reward of the `group`, or of the `others` in it.
         scaled: whether the advantage is divided by the group's standard deviation.
-        clip: how far the ratio may fall below 1 and rise above it; None: REINFORCE, without a ratio.
-        per: the sum that is a mean. `token`: all tokens weigh the same. `rollout`: all rollouts do, and the tokens of
-            each. `constant`: a token weighs 1 / (rollouts * longest possible one). `sum`: 1 / rollouts.
+        clip: how far the ratio may fall below 1 and rise above it. None: REINFORCE, without a ratio.
+        per: how token losses are averaged. `token`: all tokens have the same weight. `rollout`: all rollouts have the
+            same weight, and so do the tokens within each. `constant`: a token has weight 1 / (rollouts * longest
+            possible one). `sum`: 1 / rollouts.
     """
 
     baseline: Literal["group", "others"]
@@ -53,8 +55,8 @@ OBJECTIVES: Final = {
 def advantages(objective: Objective, rewards: Tensor) -> Tensor:
     """Return the advantage of each rollout of a group: float [G] from float [G], G >= 2.
 
-    A_i = r_i - mean(r), or (`others`) r_i - mean(r without r_i), which is that times G / (G - 1); divided by std(r) if
-    `scaled` (the population's, as G rollouts are all that there is).
+    A_i = r_i - mean(r), or (`others`) r_i - mean(r without r_i), which is the former times G / (G - 1). If `scaled`, it
+    is divided by std(r) (of the population, because the G rollouts are all there are).
     """
     centred = rewards - rewards.mean()
     if objective.baseline == "others":
@@ -63,17 +65,17 @@ def advantages(objective: Objective, rewards: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, longest: int, cache: int) -> Tensor:
-    """Return what DAPO adds to the rewards of rollouts by their lengths [N] (equation 13): float [N].
+    """Return DAPO's additive length penalty (equation 13) for rollouts of lengths [N]: float [N].
 
-    0 up to `longest` - `cache` tokens, then in a straight line to -1 at `longest`, and -1 beyond.
+    The penalty is 0 up to `longest` - `cache` tokens, falls linearly to -1 at `longest`, and stays -1 beyond.
     """
     return ((longest - cache - lengths.float()) / cache).clamp(-1.0, 0.0)
 
 
 def token_weights(objective: Objective, lengths: Tensor, longest: int) -> Tensor:
-    """Return the weight of each token of a rollout in the batch's sum: float [N], by the lengths [N] of *all* rollouts.
+    """Return the weight of each rollout's tokens in the batch's sum: float [N], from the lengths [N] of *all* rollouts.
 
-    `longest`, the tokens that a rollout may have at most, is Dr. GRPO's constant.
+    `longest`, the maximal number of tokens of a rollout, is Dr. GRPO's constant.
     """
     rollouts = torch.full_like(lengths, len(lengths), dtype=torch.float32)
     match objective.per:
@@ -88,11 +90,11 @@ def token_weights(objective: Objective, lengths: Tensor, longest: int) -> Tensor
 
 
 def token_loss(objective: Objective, new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """Return the loss of each token, before weights: float [T], as each argument.
+    """Return the loss of each token before weighting: float [T], like each argument.
 
-    With the ratio p = exp(new - old): -min(p A, clip(p, 1 - low, 1 + high) A), the pessimistic bound of PPO. Without a
-    clip: -A new, whose gradient is REINFORCE's. `new` are log-probabilities under the weights in training, `old` those
-    under the weights that the update began from, and `advantage` is that of the token's rollout.
+    With the ratio p = exp(new - old) the loss is -min(p A, clip(p, 1 - low, 1 + high) A), PPO's pessimistic bound.
+    Without a clip it is -A new, whose gradient is REINFORCE's. `new` are log-probabilities under the weights in
+    training, `old` under the weights at the start of the update. `advantage` is the advantage of the token's rollout.
     """
     if objective.clip is None:
         return -advantage * new
@@ -104,18 +106,18 @@ def token_loss(objective: Objective, new: Tensor, old: Tensor, advantage: Tensor
 def importance_weights(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
     """Return the truncated importance weights of tokens: min(exp(old - sampled), cap), float [T], without gradient.
 
-    The engine sampled with probability exp(sampled): by other kernels than the trainer's, and for a rollout that is
-    some updates old by other weights. Weighted by this, the gradient is in expectation that of the trainer's policy, up
-    to the cap, which bounds its variance (V-trace, arXiv 1802.01561; between engine and trainer: Yao et al. 2025).
-    `sampled` must be of the whole vocabulary at the trainer's temperature.
+    The engine sampled with probability exp(sampled). Its kernels differ from the trainer's, and an older rollout was
+    sampled with older weights. With these weights the expected gradient is that of the trainer's policy, up to the cap,
+    which bounds its variance (V-trace, arXiv 1802.01561; between engine and trainer: Yao et al. 2025). `sampled` must
+    refer to the whole vocabulary at the trainer's temperature.
     """
     return (old - sampled).detach().exp().clamp(max=cap)
 
 
 def kl_estimate(new: Tensor, reference: Tensor) -> Tensor:
-    """Return an unbiased, never negative estimate of KL(new || reference) at each token: float [T] (Schulman's k3).
+    """Return an unbiased, non-negative estimate of KL(new || reference) at each token: float [T] (Schulman's k3).
 
-    exp(d) - d - 1 with d = reference - new. GRPO adds it with a factor; DAPO, and our default, do without.
+    exp(d) - d - 1 with d = reference - new. GRPO adds it with a factor; DAPO and our default omit it.
     """
     difference = reference - new
     return difference.exp() - difference - 1.0

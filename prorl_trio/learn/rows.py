@@ -1,8 +1,8 @@
-"""Rollouts as the packed tensors that a model is run on: what rollouts share is computed once.
+"""Rollouts as packed tensors for a forward pass: the shared prompt of rollouts is computed once.
 
-The rollouts of a group begin with the same prompt. So a pack is one sequence: a prompt, then the rest of each row that
-begins with it, as branches that see the prompt and themselves but not each other; then the next prompt. Positions in a
-branch go on from the prompt's. Nothing is padded.
+The rollouts of a group begin with the same prompt. A pack is one sequence: a prompt, the rest of each row that begins
+with it, and then the next prompt. The rests are branches that see the prompt and themselves but not each other.
+Positions in a branch continue from the prompt's. Nothing is padded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """A segment with T tokens, of which the policy sampled those with a mask of 1, of one rollout of a batch."""
+    """A segment of one rollout of a batch, with T tokens. The mask is 1 where the policy sampled the token."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -31,13 +31,13 @@ class Row(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """T tokens in one sequence, of which S were sampled.
+    """T tokens in one sequence; the policy sampled S of the tokens.
 
     Attributes:
-        token_ids, positions: int64 [1, T]; each token, and its place in its own row.
-        attention: bool [1, 1, T, T]; whether the token of a line sees that of a column.
-        before: int64 [S]; where each sampled token's predecessor lies, whose output predicts it.
-        targets, sampled, rollout: the sampled tokens, their log-probabilities in the engine, and whose they are [S].
+        token_ids, positions: int64 [1, T]; each token, and its position in its own row.
+        attention: bool [1, 1, T, T]; whether the token of a line sees the token of a column.
+        before: int64 [S]; index of each sampled token's predecessor, whose output predicts the token.
+        targets, sampled, rollout: the sampled tokens, their log-probabilities in the engine, and their rollouts [S].
     """
 
     token_ids: Tensor
@@ -50,9 +50,9 @@ class Pack(NamedTuple):
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Return every segment with sampled tokens of `outcomes`, which are numbered from 0, without a copy.
+    """Return every segment of `outcomes` that contains sampled tokens, without a copy. Rollouts are numbered from 0.
 
-    A rollout that was spoilt before its first token has a reward and no row: it counts in the baseline of its group.
+    A rollout that failed before its first token has a reward and no row: it counts in the baseline of its group.
     """
     rows: list[Row] = []
     for number, outcome in enumerate(outcomes):
@@ -63,9 +63,9 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def pack_rows(rows: Sequence[Row], max_tokens: int, device: str | torch.device = "cpu") -> Iterator[Pack]:
-    """Yield packs of at most `max_tokens` tokens with all `rows`, in order; a longer row has a pack for itself.
+    """Yield packs of at most `max_tokens` tokens with all `rows`, in order. A longer row gets its own pack.
 
-    Neighbours share the tokens before the first sampled one, where they have the same.
+    Neighbours share the tokens before the first sampled one if they are equal.
     """
     trees: list[list[Row]] = []
     size = 0

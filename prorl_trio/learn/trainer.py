@@ -1,4 +1,4 @@
-"""The update of a policy: groups of rollouts in, one step of AdamW for each mini-batch out."""
+"""The update of a policy: takes groups of rollouts and makes one AdamW step for each mini-batch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings by which a policy is trained.
+    """The settings of policy training.
 
     Attributes:
         objective: a name in `objectives.OBJECTIVES`. `learning_rate`: of AdamW, without weight decay.
-        max_gradient_norm: gradients beyond it are scaled down to it.
-        minibatches: optimizer steps for each batch. With more than one the ratio leaves 1, and clips.
-        importance_cap: see `objectives.importance_weights`. `temperature`: the rollouts', which divides logits.
-        longest: tokens that a rollout may sample. `overlong_cache`: how many before it the penalty begins; 0: none.
-        kl_weight: factor of the divergence from the reference model; 0: there is none.
-        tokens_per_pack: of a micro-batch, which bounds memory and changes nothing else.
-        autocast: run the model in bfloat16; weights and optimizer stay as they are.
+        max_gradient_norm: larger gradients are scaled down to this norm.
+        minibatches: optimizer steps for each batch. With more than one, the ratio leaves 1 and clipping takes effect.
+        importance_cap: see `objectives.importance_weights`. `temperature`: the sampling temperature, which divides
+            logits.
+        longest: number of tokens that a rollout may sample. `overlong_cache`: the penalty begins this many tokens
+            earlier; 0 disables it.
+        kl_weight: factor of the divergence from the reference model; 0 disables it.
+        tokens_per_pack: size of a micro-batch; it bounds memory and changes nothing else.
+        autocast: run the model in bfloat16; weights and optimizer keep their dtypes.
     """
 
     objective: str = "dapo"
@@ -49,7 +51,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class UpdateFigures:
-    """The figures of an update: its tokens, those whose ratio was out of bounds, whose importance weight was capped."""
+    """Statistics of an update: its tokens, tokens with a ratio out of bounds, and tokens with a capped weight."""
 
     loss: float = 0.0
     gradient_norm: float = 0.0
@@ -60,7 +62,7 @@ class UpdateFigures:
 
 @dataclass
 class Trainer:
-    """A `transformers` causal language model in training, on its device; `reference`: a frozen one, for `kl_weight`."""
+    """A `transformers` causal language model in training, on its device; `reference`: a frozen one for `kl_weight`."""
 
     model: Any
     recipe: Recipe
@@ -81,7 +83,7 @@ class Trainer:
         """
         figures, size = UpdateFigures(), -(-len(groups) // self.recipe.minibatches)
         batches = [_Minibatch(groups[at : at + size], self) for at in range(0, len(groups), size)]
-        for batch in batches[1:]:  # for the first one, the weights before the update are those that it trains
+        for batch in batches[1:]:  # the first batch trains the weights from before the update
             with torch.no_grad():
                 batch.old = [self.log_probs(pack) for pack in batch.packs()]
         for batch in batches:
@@ -105,7 +107,7 @@ class Trainer:
     def log_probs(self, pack: Pack, model: Any = None) -> Tensor:
         """Return the log-probability of each sampled token at the recipe's temperature: float32 [S], with gradient.
 
-        Only where a token was sampled is there a distribution over the vocabulary, which is most of the memory.
+        The distribution over the vocabulary, which needs most of the memory, is computed only for sampled tokens.
         """
         model = model or self.model
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast):
@@ -116,7 +118,7 @@ class Trainer:
         return logits.gather(1, pack.targets[:, None])[:, 0] - logits.logsumexp(1)
 
     def gap(self, outcomes: Sequence[Outcome]) -> float:
-        """Return the mean absolute difference of log-probability to an engine that sampled under these weights."""
+        """Return the mean absolute difference in log-probability to an engine that sampled under these weights."""
         total, tokens = 0.0, 0
         with torch.no_grad():
             for pack in pack_rows(rows_of(outcomes), self.recipe.tokens_per_pack, self.device):
@@ -125,7 +127,7 @@ class Trainer:
         return total / max(tokens, 1)
 
     def _loss(self, batch: _Minibatch, pack: Pack, old: Tensor | None, figures: UpdateFigures) -> Tensor:
-        """Return the part of the batch's loss that the tokens of `pack` have. `old` None: the ratio is 1."""
+        """Return the contribution of the tokens of `pack` to the batch's loss. If `old` is None, the ratio is 1."""
         new = self.log_probs(pack)
         old = new.detach() if old is None else old
         losses = objectives.token_loss(self.objective, new, old, batch.advantage[pack.rollout])
@@ -142,7 +144,7 @@ class Trainer:
         return (losses * batch.weight[pack.rollout]).sum()
 
     def _descend(self) -> float:
-        """Take the step of the gradients that were added up, and forget them; return their norm."""
+        """Take a step with the accumulated gradients and clear them; return their norm."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_gradient_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()
@@ -153,7 +155,7 @@ class Trainer:
 
 
 class _Minibatch:
-    """The rollouts of some groups, with the `advantage` [N] and the `weight` [N] of each. `old`: [S] of each pack."""
+    """The rollouts of some groups, with the `advantage` [N] and the `weight` [N] of each. `old`: [S] for each pack."""
 
     def __init__(self, groups: Sequence[Sequence[Outcome]], trainer: Trainer) -> None:
         for group in groups:

@@ -1,6 +1,6 @@
-"""The ledger of jobs and outcomes: nothing accepted or finished is lost.
+"""The ledger of jobs and outcomes: no accepted job and no stored outcome is lost.
 
-`MemoryLedger` keeps them as long as the process lives; `open_ledger` opens one on a disk, which keeps them for good:
+`MemoryLedger` lives as long as its process. `open_ledger` opens a ledger on disk, which survives restarts:
 
     async with open_ledger(folder) as ledger:
         await ledger.open_session("trainer", first_cursor=0)
@@ -10,7 +10,7 @@
         payload = await ledger.read(ref)
         await ledger.acknowledge("trainer", 1)
 
-SQLite keeps them, with a write-ahead log and a sync for each group of calls (`database`, `store`).
+It stores them in SQLite, with a write-ahead log and one sync for each group of calls (`database`, `store`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The ledger's SQLite database: what is in it, how it is opened, and how damage in it is noticed and left behind.
+"""The ledger's SQLite database: its tables, and how it is opened, checked for damage and recovered.
 
-The journal is a write-ahead log. One connection writes, in one thread at a time, and copies the log into the database;
-others only read. Every row has a checksum, and so has every payload; a mark that each commit changes says how far the
-disk had everything, so that a log that breaks off before that is told from one that was torn by a crash.
+The journal is a write-ahead log. One connection writes, in one thread at a time, and checkpoints the log into the
+database. All other connections only read. Every row and every payload has a checksum. Each commit updates a mark that
+records which commits are durable. The mark distinguishes a log that was torn by a crash from a log with lost commits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PAGE_BYTES: Final = 8192
 FORMAT: Final = 1
 """The database's `user_version`."""
 CACHE_KIB: Final = 16 * 1024
-"""Cache of pages, in the writing connection; pages of a group beyond it go to the log before its commit."""
+"""Page cache of the writing connection. Further pages of a group are written to the log before its commit."""
 BUSY_TIMEOUT_S: Final = 10.0
-"""The time that the log waits for readers before it is begun anew."""
+"""How long a checkpoint waits for readers before the log is restarted."""
 UNREADABLE: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
 MAX_SENTENCES: Final = 5
-"""For each table: one damaged page may mean hundreds."""
+"""Limit per table, because one damaged page may affect hundreds of rows."""
 MAX_UNREADABLE_ROWS: Final = 1_000
-"""In succession, in a table of which the last number is not known: behind them nothing is looked for."""
+"""Consecutive unreadable rows after which a scan stops, in a table whose last number is unknown."""
 
 _SCHEMA: Final = f"""
 CREATE TABLE marks (number INTEGER PRIMARY KEY, mark BLOB);
@@ -69,7 +69,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class Job(NamedTuple):
     """A row: a job that is unfinished (`cursor` is None), or whose outcome is not acknowledged.
 
-    `number` is its place in the order of acceptance, and that of its payload: its spec, then its outcome.
+    `number` is the place of the job in the order of acceptance. Its payload, first the spec and then the outcome, has
+    the same number.
     """
 
     number: int
@@ -84,13 +85,13 @@ class Job(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Changed by each commit.
+    """A record that each commit updates.
 
     Attributes:
-        salt: random, this database's own: no payload can hold what looks like its mark.
-        commits: how many there were.
-        durable: everything up to that one was on the disk when this one was written.
-        age_s: how long the ledger has been open, in all.
+        salt: random, unique to this database, so that no payload can imitate its mark.
+        commits: number of commits.
+        durable: the last commit that was on the disk when this mark was written.
+        age_s: total time for which the ledger has been open.
     """
 
     salt: bytes
@@ -99,12 +100,11 @@ class Mark(NamedTuple):
     age_s: float
 
     def encode(self) -> bytes:
-        """Encode the mark for its row."""
         return _MARK.pack(*self, zlib.crc32(_MARK.pack(*self, 0)))
 
     @classmethod
     def decode(cls, content: bytes) -> Mark | None:
-        """Decode what `encode` made; None: this is no mark."""
+        """Decode the result of `encode`; return None if the content is not a mark."""
         if len(content) != _MARK.size:
             return None
         *fields, crc = _MARK.unpack(content)
@@ -113,27 +113,27 @@ class Mark(NamedTuple):
 
 
 def crc_of(*columns: object) -> int:
-    """The checksum of a row: of all its columns before this one."""
+    """Return the checksum of a row, computed over all columns before the checksum."""
     return zlib.crc32(_encode(columns))
 
 
 def log_of(path: Path) -> Path:
-    """The write-ahead log of a database."""
+    """Return the path of a database's write-ahead log."""
     return path.with_name(path.name + "-wal")
 
 
 def connect(path: Path, disk: Disk, *, writing: bool) -> sqlite3.Connection:
-    """Return a connection in autocommit mode, for one thread at a time. One that only reads leaves the log as it is.
+    """Return a connection in autocommit mode, for one thread at a time. A read-only connection never changes the log.
 
     Raises:
-        sqlite3.Error: it is no database, or the disk failed.
+        sqlite3.Error: the file is not a database, or the disk failed.
     """
     vfs = f"&vfs={disk.vfs}" if disk.vfs else ""
     uri = f"file:{quote(str(path))}?mode={'rw' if writing else 'ro'}{vfs}"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
     try:
         if writing:
-            if not db.execute("PRAGMA page_count").fetchone()[0]:  # a full disk must not be written to here
+            if not db.execute("PRAGMA page_count").fetchone()[0]:  # nothing may be written to a full disk here
                 db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA journal_mode = WAL")
@@ -142,7 +142,7 @@ def connect(path: Path, disk: Disk, *, writing: bool) -> sqlite3.Connection:
             db.execute("PRAGMA secure_delete = OFF")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             db.execute("PRAGMA temp_store = MEMORY")
-        db.execute("SELECT count(*) FROM sqlite_master").fetchone()  # now it has all its files open
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()  # opens all files of the database
     except BaseException:
         db.close()
         raise
@@ -152,14 +152,14 @@ def connect(path: Path, disk: Disk, *, writing: bool) -> sqlite3.Connection:
 def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection, Path, Mark, list[str]]:
     """Open the database; return the writing connection, its file, the last mark, and a sentence for each damage.
 
-    A damaged database stays as it is, for people to look at; what can be read goes to a new one.
+    A damaged database is left unchanged for inspection, and its readable rows are copied to a new database.
 
     Raises:
-        ConfigError: it is of another version, cannot be read at all, or there is no room to leave damage behind.
+        ConfigError: the database has another version or cannot be read at all, or the disk lacks space for the copy.
         OSError, sqlite3.Error: the disk failed.
     """
     path = folder.database
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would make it readable for everybody
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would make it readable for all users
     db = None
     try:
         db = connect(path, disk, writing=True)
@@ -186,7 +186,7 @@ def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection,
     if not damage:
         return db, path, _read_mark(db), []
     with closing(connect(path, disk, writing=False)) as old:
-        db.close()  # the other one is the last, and leaves the log as it is
+        db.close()  # the other connection closes last, and leaves the log unchanged
         path, lost = _leave_behind(old, path, folder, disk)
     damage += [*lost, f"what could be read is in {path.name} now; the damaged database stays beside it"]
     folder.suspicion.unlink(missing_ok=True)
@@ -195,7 +195,7 @@ def open_database(folder: LedgerFolder, disk: Disk) -> tuple[sqlite3.Connection,
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return True if the error says that the database is not what was written, or cannot be decoded."""
+    """Return True if the error means that the database was corrupted, or cannot be decoded."""
     if not isinstance(error, sqlite3.Error):
         return isinstance(error, UnicodeDecodeError)
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
@@ -219,7 +219,7 @@ def _read_mark(db: sqlite3.Connection) -> Mark:
 
 
 def _find_damage(db: sqlite3.Connection, path: Path) -> list[str]:
-    """In everything but the payloads, whose checksums are looked at when they are read."""
+    """Check everything except payloads, whose checksums are verified when they are read."""
     found = []
     try:
         mark = _read_mark(db)
@@ -243,7 +243,7 @@ def _find_damage(db: sqlite3.Connection, path: Path) -> list[str]:
 
 
 def _durable(log: Path, salt: bytes) -> int:
-    """Return what was on the disk by the marks in the log, those behind an unreadable part included; 0: nothing."""
+    """Return the last durable commit by the marks in the log, also behind an unreadable part. 0 means none."""
     durable = 0
     with suppress(FileNotFoundError), log.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
@@ -262,7 +262,7 @@ def _is_whole(row: tuple[object, ...]) -> bool:
 
 
 def _leave_behind(old: sqlite3.Connection, path: Path, folder: LedgerFolder, disk: Disk) -> tuple[Path, list[str]]:
-    """Copy what can be read to a new database, and begin to use that: all or nothing, whenever this process ends."""
+    """Copy all readable rows to a new database and switch to it, atomically even if this process is killed."""
     number = int(path.stem.partition("-")[2]) + 1
     unborn, new_path = folder.path / "ledger.new", folder.path / f"ledger-{number}.db"
     for left in (unborn, log_of(unborn), unborn.with_name(unborn.name + "-shm")):
@@ -295,7 +295,7 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> list[str]:
         rows[table] = list(_readable(old, table, columns))
         marks = ", ".join("?" * len(columns.split(",")))
         new.executemany(f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})", rows[table])
-    # A job may be here without its session, or with an older state of it.
+    # A job may be stored here without its session, or with an older state of the session.
     new.execute(
         "DELETE FROM jobs WHERE number IN (SELECT j.number FROM jobs j JOIN sessions s USING (session_id) "
         "WHERE s.acked >= j.cursor)"
@@ -322,7 +322,7 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> list[str]:
 
 
 def _readable(db: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[object, ...]]:
-    """The rows that are what was written, by number, whatever lies between them."""
+    """Yield the intact rows by number, and skip all damaged rows between them."""
     last, number, unreadable = 0, 0, 0
     with suppress(*UNREADABLE):
         (last,) = db.execute("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()

@@ -1,6 +1,6 @@
-"""The ledger's use of its disk, and its folder: one owner at a time, on a local disk, seen by nobody else.
+"""The ledger's use of its disk, and its folder: local, private, and owned by one process at a time.
 
-Tests and fault injection put another disk in the place of the real one.
+Tests and fault injection substitute another disk.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from prorl_trio.types.errors import ConfigError
 
 
 class Disk:
-    """The real one. Everything blocks, and raises OSError.
+    """The real disk. All methods block, and raise OSError.
 
     Attributes:
-        vfs: the name of the SQLite VFS that the database's files go through; empty: SQLite's own.
+        vfs: the name of the SQLite VFS for the database's files; empty for SQLite's default.
     """
 
     vfs: str = ""
 
     def resize(self, path: Path, size_bytes: int) -> None:
-        """Give a file exactly so many bytes, all its blocks allocated and the name on the disk; 0: remove it.
+        """Set the size of a file, with all blocks allocated and its name on the disk; 0 removes the file.
 
-        After an error it has no more bytes than it had.
+        After an error the file is not larger than before.
         """
         if not size_bytes:
             path.unlink(missing_ok=True)
@@ -47,12 +47,12 @@ class Disk:
             os.close(fd)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder; its name is on the disk then."""
+        """Make a folder, and return when its name is on the disk."""
         path.mkdir(exist_ok=True)
         self.sync_folder(path.parent)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when files that were made, renamed or removed in that folder are so on the disk."""
+        """Return when all created, renamed and removed files of that folder are durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -64,14 +64,15 @@ PID_BYTES: Final = 32
 _DATABASE: Final = re.compile(r"ledger-(?P<number>[0-9]+)\.db")
 REMEDY: Final = "ledger.dir must be a folder that the node's user can write, on a local disk with room"
 _OLDER_FORMAT: Final = ("*.log", "index.snapshot")
-"""A log of segments, and its index."""
+"""A log of segments, and its index, of an older format."""
 
 
 class LedgerFolder:
-    """Locked until `close`; the kernel unlocks it when the process ends. All calls block.
+    """A folder that is locked until `close`; the kernel unlocks it when the process ends. All calls block.
 
     Raises:
-        ConfigError: another process has it, it is on a network file system, is of an older format, or cannot be used.
+        ConfigError: another process has locked it, it is on a network file system, has an older format, or cannot be
+            used.
     """
 
     def __init__(self, path: Path, disk: Disk) -> None:
@@ -97,40 +98,39 @@ class LedgerFolder:
 
     @property
     def database(self) -> Path:
-        """Return the path of the database in use: the one with the highest number. Reads the folder.
+        """Return the path of the database in use, which has the highest number. Reads the folder.
 
-        The others were found damaged, and are kept for people to look at.
+        The other databases were damaged, and are left there for inspection.
         """
         found = [int(name["number"]) for path in self.path.iterdir() if (name := _DATABASE.fullmatch(path.name))]
         return self.path / f"ledger-{max(found, default=1)}.db"
 
     @property
     def reserve(self) -> Path:
-        """Return the path of the reserve: disk space that is given up for outcomes when there is no other."""
+        """Return the path of the reserve: disk space that is released for outcomes when the disk is full."""
         return self.path / "reserve"
 
     @property
     def suspicion(self) -> Path:
-        """Return the path of the marker that a process makes when it finds damage while it runs.
+        """Return the path of the marker that a process creates when it detects damage while it runs.
 
-        If the file exists, the next start takes the database for damaged.
+        If the file exists, the next start treats the database as damaged.
         """
         return self.path / "damaged"
 
     def sync(self) -> None:
-        """Return when files that were made, renamed or removed are so on the disk. Raises OSError."""
+        """Return when all created, renamed and removed files are durable. Raises OSError."""
         self._disk.sync_folder(self.path)
 
     def close(self) -> None:
-        """Release the lock on the folder."""
         os.close(self._lock)
 
     def _make(self, path: Path) -> None:
-        """With its parents; their names are on the disk afterwards."""
+        """Make the folder and its parents, and return when their names are on the disk."""
         if not path.is_dir():
             self._make(path.parent)
             self._disk.make_folder(path)
-        elif path == self.path:  # who made it may have been killed before its name was on the disk
+        elif path == self.path:  # its creator may have been killed before the name was on the disk
             self._disk.sync_folder(path.parent)
 
     def _take(self) -> None:
@@ -145,5 +145,5 @@ class LedgerFolder:
                 "the version that wrote it once more until its trainers have everything, or set ledger.dir to another "
                 "folder, or remove this one with the jobs and outcomes in it"
             )
-        with suppress(OSError):  # on a full disk; the lock holds all the same, and the number is for people
+        with suppress(OSError):  # the disk may be full; the lock holds anyway, and only people read the number
             os.pwrite(self._lock, f"{os.getpid()}\n".ljust(PID_BYTES).encode(), 0)

@@ -1,4 +1,4 @@
-"""A ledger on a disk: calls are gathered, and a thread commits what came together."""
+"""A ledger on disk: calls are collected, and a thread commits them in groups."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ CLOSE_TIMEOUT_S: Final = 60.0
 
 
 class DiskLedger(Ledger):
-    """Jobs and outcomes that outlive the process. Made by `open_ledger`.
+    """Jobs and outcomes that outlive the process. `open_ledger` creates it.
 
-    A call is stored together with what others asked for at the same time. On a disk that has no room even for them,
-    the calls that need not outlive a loss of power return all the same, and are stored when there is. At no time are
-    there more waiting operations than tasks that wait for them.
+    A call is stored together with concurrent calls. If the disk is full, calls that need not survive a loss of power
+    still return, and are stored once there is room. Waiting operations never outnumber the tasks that wait for them.
 
-    When the disk is full or `max_bytes` is reached, outcomes get the space of the reserve; when that is full, too,
-    `finish` waits: a later one of the session, however small, waits behind it. So memory is bounded by what the jobs
-    that run can produce; nothing new is accepted during that time.
+    When the disk is full or `max_bytes` is reached, outcomes use the space of the reserve. When the reserve is full as
+    well, `finish` waits, and all later outcomes of the session wait behind it. Memory is therefore bounded by the
+    outcomes of running jobs, because no new job is accepted during that time.
     """
 
     def __init__(self, store: Store, recovered: Recovered, limits: LedgerLimits, writing: trio.CapacityLimiter) -> None:
@@ -58,7 +57,7 @@ class DiskLedger(Ledger):
         self._reading = trio.CapacityLimiter(limits.max_reads)
         self._calls: deque[Call] = deque()
         self._waiting: deque[Call] = deque()
-        """Calls for which there is no room, in order."""
+        """Calls that wait for room, in order."""
         self._arrived = trio.Event()
         self._closed = False
         self.recovered = recovered
@@ -93,9 +92,9 @@ class DiskLedger(Ledger):
     # ------------------------------------------------------------ groups
 
     async def _commit_groups(self) -> None:
-        """Commit groups, one after the other, until cancelled.
+        """Commit groups one after the other until cancelled.
 
-        Calls that were handed to the thread are still answered.
+        Calls that were already passed to the thread are still answered.
         """
         retry_at = trio.current_time()
         while True:
@@ -107,7 +106,7 @@ class DiskLedger(Ledger):
                 operations = [call.operation for call in group]
                 answers = await run_sync(self._store.commit, operations, limiter=self._writing)
             except BaseException:
-                # Nobody was answered: `_close` tells them that the ledger is gone, whatever has reached the disk.
+                # No call was answered: `_close` reports that the ledger is gone, even if the group reached the disk.
                 self._calls.extendleft(reversed(group))
                 raise
             no_room = []
@@ -117,7 +116,7 @@ class DiskLedger(Ledger):
                     continue
                 no_room.append(call)
                 if isinstance(call.operation, LAZY):
-                    call.answer(None)  # it is made up for; a start that comes before that sees more than is left
+                    call.answer(None)  # it is compensated; a start before that finds more than remains
             self._waiting.extendleft(reversed(no_room))
             if self._store.freed > freed:
                 retry_at = trio.current_time()
@@ -126,16 +125,16 @@ class DiskLedger(Ledger):
 
     async def _wait_for_work(self, retry_at: float) -> None:
         self._arrived = trio.Event()
-        if self._waiting or self._store.disk_is_full:  # also if nobody waits: `full` tells trainers not to come
-            with trio.move_on_at(retry_at):  # nobody says when somebody else makes room on a disk
+        if self._waiting or self._store.disk_is_full:  # also without waiting calls: `full` keeps trainers away
+            with trio.move_on_at(retry_at):  # the disk sends no signal when it has room again
                 await self._arrived.wait()
         else:
             await self._arrived.wait()
 
     def _take_group(self, *, retry: bool) -> list[Call]:
-        """Take the next calls within the limits of a group, as they came.
+        """Take the next calls in order, within the limits of a group.
 
-        No outcome comes before one of its session that has no room.
+        An outcome never overtakes an outcome of the same session that waits for room.
         """
         group: list[Call] = []
         size_bytes = 0
@@ -145,7 +144,7 @@ class DiskLedger(Ledger):
             while source and len(group) < self._limits.max_group_operations:
                 call = source[0]
                 if call.abandoned and not isinstance(call.operation, LAZY):
-                    source.popleft()  # its caller was cancelled before this began: the operation has never been
+                    source.popleft()  # its caller was cancelled before the operation began, so it is dropped
                 elif (
                     source is self._calls
                     and isinstance(call.operation, Finish)
@@ -172,14 +171,14 @@ class DiskLedger(Ledger):
 async def open_ledger(
     folder: Path, limits: LedgerLimits | None = None, *, disk: Disk | None = None
 ) -> AsyncIterator[DiskLedger]:
-    """Open the ledger in `folder`, which is made if it does not exist, and is this process's alone.
+    """Open the ledger in `folder`, which is created if missing and belongs to this process alone.
 
-    What a former process left is in `recovered`. On leaving, calls still waiting get `LedgerFailed`, and everything
-    is made durable, shielded, within `CLOSE_TIMEOUT_S`. `disk` is for fault injection.
+    `recovered` has the contents that a former process left. On exit, waiting calls raise `LedgerFailed`, and everything
+    is made durable within `CLOSE_TIMEOUT_S`, shielded from cancellation. `disk` is for fault injection.
 
     Raises:
-        ConfigError: another process has the folder (it is named), or it cannot be used, is on a network file system, or
-            of an older format; or its disk failed, or has no room.
+        ConfigError: another process (which is named) has locked the folder, it cannot be used, is on a network file
+            system or has an older format, or its disk failed or is full.
     """
     limits = limits or LedgerLimits()
     writing = trio.CapacityLimiter(1)

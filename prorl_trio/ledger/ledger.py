@@ -33,26 +33,26 @@ class LedgerError(ProrlError):
 
 
 class LedgerFull(LedgerError):
-    """Nothing new is taken, and nothing was stored: no space, a limit, or a failed disk; the message says which.
+    """The ledger accepts no new job because of missing space, a limit, or a failed disk; the message names the reason.
 
-    A service answers `AdmissionRejected`.
+    Nothing was stored. A service answers `AdmissionRejected`.
     """
 
 
 class LedgerFailed(LedgerError):
-    """The disk failed, or the ledger is closed. Only a new start tells whether what was asked for is stored."""
+    """The disk failed, or the ledger is closed. Only the next start can determine whether the operation was stored."""
 
 
 class LedgerRefused(LedgerError):
-    """An operation has a value that no ledger can hold. Nothing of it was stored; others are not affected."""
+    """An operation has a value that no ledger can store. It was not stored; other operations are unaffected."""
 
 
 class LedgerCorrupt(LedgerError):
-    """A payload is not what was written. The message names job and file; others are not affected."""
+    """A payload is corrupt. The message names the job and the file; other payloads are unaffected."""
 
 
 class StaleAttempt(LedgerError):
-    """An outcome came from an attempt that is over: the job has an outcome, or a later attempt. Nothing was stored."""
+    """The outcome belongs to an old attempt: the job has an outcome or a later attempt. Nothing was stored."""
 
 
 _MIB = 1024 * 1024
@@ -62,18 +62,18 @@ class LedgerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a ledger.
 
     Attributes:
-        log_bytes: of SQLite's write-ahead log, before it is copied into the database and begun anew.
-        reserve_bytes: preallocated for outcomes when the disk is full, who need it twice: in the log, and in the
-            database. So no smaller than twice the largest outcome.
-        max_bytes: of the database, its log and the reserve.
-        max_jobs: unfinished, or finished and not acknowledged. On the disk they take some 300 bytes each besides what
-            is theirs, in memory nothing.
-        max_group_bytes: payload written together; one outcome may be larger.
+        log_bytes: size of SQLite's write-ahead log at which it is copied into the database and restarted.
+        reserve_bytes: space preallocated for outcomes when the disk is full. It must be at least twice the
+            largest outcome, which needs its size in the log and in the database.
+        max_bytes: limit for the database, its log and the reserve together.
+        max_jobs: limit for unfinished jobs and unacknowledged outcomes. Each takes some 300 bytes on the disk plus its
+            payload, and no memory.
+        max_group_bytes: payload bytes written together; a single outcome may be larger.
         max_group_operations: calls committed together.
-        tombstone_s: how long the fingerprint of an acknowledged job is remembered, of the time in which the ledger is
-            open: no clock that somebody can set, and no time in which nobody could ask, makes it shorter.
-        max_tombstones: how many such fingerprints.
-        retry_interval_s: how often a full disk is tried again.
+        tombstone_s: how long the fingerprint of an acknowledged job is remembered. Only time in which the ledger is
+            open counts, so neither a changed clock nor downtime shortens it.
+        max_tombstones: number of fingerprints remembered.
+        retry_interval_s: interval between attempts to write to a full disk.
         max_reads: payloads read at the same time.
     """
 
@@ -99,7 +99,8 @@ class LedgerLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Ref(msgspec.Struct, frozen=True):
     """A stored payload: the job's spec if `cursor` is None, else its outcome.
 
-    Good until it is acknowledged or forgotten, or, for a spec, until the job is finished; and after a restart, too.
+    It is valid until the outcome is acknowledged or the job is forgotten. A spec's is valid until the job is finished.
+    It remains valid after a restart.
     """
 
     job_id: str
@@ -108,7 +109,7 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class RecoveredSession(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything up to `acked` is acknowledged; `last` is the highest cursor ever given."""
+    """A session in which everything up to `acked` is acknowledged; `last` is the highest cursor ever assigned."""
 
     session_id: str
     acked: int
@@ -116,7 +117,7 @@ class RecoveredSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnfinishedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """To be run again, as attempt `last_attempt + 1`; 0: none began."""
+    """A job that must run again, as attempt `last_attempt + 1`; 0 means that no attempt began."""
 
     session_id: str
     job_id: str
@@ -126,7 +127,7 @@ class UnfinishedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UndeliveredOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """An outcome that nobody acknowledged."""
+    """An outcome that was not acknowledged."""
 
     session_id: str
     job_id: str
@@ -140,11 +141,11 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """The contents that a former process left.
 
     Attributes:
-        sessions: all that were not closed.
-        unfinished: in the order of acceptance.
-        undelivered: by session, in the order of cursors, which need not be consecutive.
-        damage: a sentence for each part of the database that could not be read; it was logged, too. Payloads are
-            checked when they are read.
+        sessions: all sessions that were not closed.
+        unfinished: unfinished jobs in the order of acceptance.
+        undelivered: outcomes by session, in the order of cursors, which need not be consecutive.
+        damage: a sentence for each unreadable part of the database, also logged. Payloads are checked when they are
+            read.
     """
 
     sessions: list[RecoveredSession] = []
@@ -154,7 +155,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that the ledger has, or had until lately (`acknowledged`)."""
+    """A job that is in the ledger, or was acknowledged recently (`acknowledged`)."""
 
     session_id: str
     fingerprint: bytes
@@ -165,16 +166,16 @@ class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Live state.
 
     Attributes:
-        disk_bytes: of the database, its write-ahead log and the reserve.
-        live_bytes: of payloads that are still wanted.
-        log_bytes: of the write-ahead log.
-        jobs: unfinished, or finished and not acknowledged.
+        disk_bytes: size of the database, its write-ahead log and the reserve.
+        live_bytes: size of payloads still in use.
+        log_bytes: size of the write-ahead log.
+        jobs: number of unfinished jobs and unacknowledged outcomes.
         commits: groups written and synced.
-        operations: stored in them.
-        largest_group: most operations in one.
-        fsync_p50_s, fsync_p99_s: of the last commits, from the last row to the end of the sync.
-        full: why nothing new is taken; empty when it is.
-        waiting: operations for which there is no room.
+        operations: operations stored in these groups.
+        largest_group: number of operations in the largest group.
+        fsync_p50_s, fsync_p99_s: quantiles over recent commits, from the last row to the end of the sync.
+        full: why no new job is accepted; empty if jobs are accepted.
+        waiting: operations that wait for room.
     """
 
     disk_bytes: int = 0
@@ -191,46 +192,46 @@ class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger(ABC):
-    """Jobs and outcomes, for one trio loop. `MemoryLedger` keeps them for this process, `open_ledger` on a disk.
+    """Jobs and outcomes, for one trio loop. `MemoryLedger` stores them in this process, `open_ledger` on a disk.
 
-    Every call that changes something returns when it is stored; `post` asks for it without waiting. On a disk
-    `open_session`, `accept` and `finish` then outlive a loss of power; the others outlive the process, and a loss of
-    power only if one of those three returned since.
+    Every call that changes something returns when the change is stored; `post` requests it without waiting. On a disk,
+    `open_session`, `accept` and `finish` then survive a loss of power. The other calls survive the process, and survive
+    a loss of power once one of these three returns later.
 
     A cancelled call may or may not have been carried out, as if the process had died at that moment.
 
     Attributes:
-        recovered: what a former process left.
+        recovered: the contents that a former process left.
 
-    Raises, all of them:
+    Every method raises:
         LedgerFailed: the ledger is closed, or, for `finish`, its disk failed.
     """
 
     recovered: Recovered
     is_immediate: ClassVar[bool] = False
-    """Every call is carried out before it returns; those that change something, and `lookup`, never checkpoint."""
+    """Whether every call is carried out before it returns; changing calls and `lookup` are then never checkpoints."""
 
     @abstractmethod
     def post(self, call: Call) -> None:
         """Carry an operation out, then answer the call, now or in a later step of the loop.
 
-        In the order of these calls, but those that need not outlive a loss of power (`LAZY`) may be overtaken.
+        Operations run in the order of these calls, except that `LAZY` operations may be overtaken.
         """
 
     async def open_session(self, session_id: str, first_cursor: int) -> None:
-        """Open a session whose outcomes get cursors above `first_cursor`. One that is open stays as it is.
+        """Open a session whose outcomes get cursors above `first_cursor`. An open session is left unchanged.
 
         Raises:
-            LedgerFull: not opened.
+            LedgerFull: the session was not opened.
         """
         await self._ask(OpenSession(session_id, first_cursor))
 
     async def close_session(self, session_id: str) -> None:
-        """Drop it, with all its jobs and outcomes. Nothing happens if it is not open."""
+        """Drop a session with all its jobs and outcomes. A session that is not open is ignored."""
         await self._ask(CloseSession(session_id))
 
     async def accept(self, session_id: str, jobs: Sequence[NewJob]) -> None:
-        """Store new jobs of an open session, all or none. Ids are unique among all sessions.
+        """Store new jobs of an open session, all or none. Ids are unique across sessions.
 
         Raises:
             LedgerFull: no space, `max_bytes`, `max_jobs`, or a failed disk.
@@ -240,10 +241,10 @@ class Ledger(ABC):
         await self._ask(Accept(session_id, jobs))
 
     async def begin_attempt(self, job_id: str, attempt: int) -> None:
-        """Take no outcome of an earlier attempt from now on. Attempts count from 1.
+        """Refuse outcomes of earlier attempts from now on. Attempts count from 1.
 
         Raises:
-            StaleAttempt: the job has an outcome, or this or a later attempt began, or it is not here.
+            StaleAttempt: the job has an outcome or is not here, or this or a later attempt already began.
         """
         await self._ask(BeginAttempt(job_id, attempt))
 
@@ -252,34 +253,34 @@ class Ledger(ABC):
     ) -> Ref:
         """Store a job's one outcome, the parts joined, and drop its spec.
 
-        To be called in the order of the session's cursors: they are stored in that order, and an outcome whose cursor
-        was acknowledged before it is refused.
+        Call it in the order of the session's cursors, because outcomes are stored in that order. An outcome whose
+        cursor was acknowledged earlier is refused.
 
-        The parts must never change: a cancelled call leaves them in use for as long as they are being written. Where a
-        disk is full this waits until space returns, and holds the parts meanwhile; `statistics().full` says why.
+        The parts must never change: after a cancellation they are still in use until they are written. On a full disk
+        this call waits for space and holds the parts; `statistics().full` then has the reason.
 
         Raises:
             StaleAttempt: the job has an outcome, or a later attempt began.
-            UnknownJob: the session has no such job: never accepted, acknowledged, or forgotten.
-            ProtocolError: the cursor is taken or acknowledged, or the session not open.
-            LedgerFailed: the disk failed. The outcome may or may not be found at the next start.
+            UnknownJob: the session lacks the job: never accepted, acknowledged, or forgotten.
+            ProtocolError: the cursor is in use or acknowledged, or the session is not open.
+            LedgerFailed: the disk failed. The next start may or may not find the outcome.
         """
         operation = Finish(session_id, job_id, attempt, cursor, outcome)
         await self._ask(operation)
         return Ref(job_id, cursor, size_of(operation))
 
     async def acknowledge(self, session_id: str, cursor: int) -> None:
-        """Drop everything up to `cursor`. An old cursor, or that of a closed session, changes nothing.
+        """Drop everything up to `cursor`. An old cursor, or a cursor of a closed session, is ignored.
 
-        The jobs' fingerprints are kept for `tombstone_s`, see `lookup`.
+        The jobs' fingerprints are remembered for `tombstone_s`, see `lookup`.
 
         Raises:
-            ProtocolError: no such cursor was ever given.
+            ProtocolError: the cursor was never assigned.
         """
         await self._ask(Acknowledge(session_id, cursor))
 
     async def forget(self, session_id: str, job_ids: Sequence[str]) -> None:
-        """Drop jobs of a session, whatever their state; unknown ones are ignored. No fingerprints are kept."""
+        """Drop jobs of a session in any state; unknown jobs are ignored. Their fingerprints are not remembered."""
         await self._ask(Forget(session_id, job_ids))
 
     @abstractmethod
@@ -287,21 +288,21 @@ class Ledger(ABC):
         """Return the payload. Safe to cancel.
 
         Raises:
-            UnknownJob: it is not there any more, see `Ref`.
-            LedgerCorrupt: it is not what was written; the job and the file are named.
-            OSError: it cannot be read now.
+            UnknownJob: the payload has been dropped, see `Ref`.
+            LedgerCorrupt: the payload is corrupt; the message names the job and the file.
+            OSError: the payload cannot be read now.
         """
 
     @abstractmethod
     async def lookup(self, job_ids: Sequence[str]) -> dict[str, KnownJob]:
-        """Return what is known of these jobs; unknown ones are left out. Safe to cancel."""
+        """Return the state of these jobs, without unknown jobs. Safe to cancel."""
 
     @abstractmethod
     def statistics(self) -> LedgerStatistics:
-        """Live state."""
+        """Return the live state."""
 
     async def _ask(self, operation: Operation) -> None:
-        """Post an operation and wait until it is answered. Raises what it was refused for."""
+        """Post an operation and wait for its answer. Raises the reason of a refusal."""
         answered, refused = trio.Event(), None
 
         def then(error: ProrlError | None) -> None:

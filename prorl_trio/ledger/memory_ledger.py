@@ -1,4 +1,4 @@
-"""A ledger that ends with its process: the same rules, and nothing to wait for."""
+"""A ledger in memory, with the same rules, that ends with its process and never waits."""
 
 from __future__ import annotations
 
@@ -51,12 +51,11 @@ class _Tombstone(NamedTuple):
 
 
 class MemoryLedger(Ledger):
-    """A ledger without a disk, and without the limits of one.
+    """A ledger without a disk, and without a disk's limits.
 
-    It has as many outcomes as admission lets in; each is the very bytes that the session has.
+    It holds at most as many outcomes as admission allows, and shares their bytes with the session.
 
-    Every call is carried out, and answered, at once. To await one that changes something, or `lookup`, is no
-    checkpoint.
+    Every call is carried out and answered at once. Changing calls and `lookup` are not checkpoints.
     """
 
     is_immediate: ClassVar[bool] = True
@@ -67,7 +66,7 @@ class MemoryLedger(Ledger):
         self._sessions: dict[str, _Session] = {}
         self._jobs: dict[str, _Job] = {}
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
-        """By job id, in the order of their age."""
+        """Tombstones by job id, oldest first."""
         self._live_bytes = 0
         self._operations = 0
 

@@ -1,4 +1,4 @@
-"""Operations that callers ask for."""
+"""The operations of a ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NewJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job to be accepted. `fingerprint` tells its spec from another one under the same id."""
+    """A job to be accepted. `fingerprint` distinguishes its spec from another spec under the same id."""
 
     job_id: str
     fingerprint: bytes
@@ -21,34 +21,34 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenSession(NamedTuple):
-    """See `Ledger.open_session`."""
+    """The operation of `Ledger.open_session`."""
 
     session_id: str
     first_cursor: int
 
 
 class CloseSession(NamedTuple):
-    """See `Ledger.close_session`."""
+    """The operation of `Ledger.close_session`."""
 
     session_id: str
 
 
 class Accept(NamedTuple):
-    """See `Ledger.accept`."""
+    """The operation of `Ledger.accept`."""
 
     session_id: str
     jobs: Sequence[NewJob]
 
 
 class BeginAttempt(NamedTuple):
-    """See `Ledger.begin_attempt`."""
+    """The operation of `Ledger.begin_attempt`."""
 
     job_id: str
     attempt: int
 
 
 class Finish(NamedTuple):
-    """See `Ledger.finish`."""
+    """The operation of `Ledger.finish`."""
 
     session_id: str
     job_id: str
@@ -58,21 +58,21 @@ class Finish(NamedTuple):
 
 
 class Acknowledge(NamedTuple):
-    """See `Ledger.acknowledge`."""
+    """The operation of `Ledger.acknowledge`."""
 
     session_id: str
     cursor: int
 
 
 class Forget(NamedTuple):
-    """See `Ledger.forget`."""
+    """The operation of `Ledger.forget`."""
 
     session_id: str
     job_ids: Sequence[str]
 
 
 LAZY: Final = (CloseSession, BeginAttempt, Acknowledge, Forget)
-"""Operations that are written, but on the disk only with the next one that is not of these."""
+"""Operations that become durable only with the next operation of another kind."""
 
 Operation = OpenSession | CloseSession | Accept | BeginAttempt | Finish | Acknowledge | Forget
 
@@ -89,15 +89,15 @@ def size_of(operation: Operation) -> int:
 
 
 class Call:
-    """An operation that somebody asked for.
+    """A requested operation.
 
     Attributes:
-        answered: it was stored, or refused, and `then` was told so.
-        abandoned: nobody waits for it any more: it need not be carried out if it was not begun.
+        answered: it was stored or refused, and `then` was called.
+        abandoned: its caller was cancelled; it is skipped unless it already began.
     """
 
     def __init__(self, operation: Operation, then: Callable[[ProrlError | None], None]) -> None:
-        """Keep `then`: it is called with the error that the operation was refused for, or None, and must not raise."""
+        """Store `then`, which is called with the error of a refusal, or None, and must not raise."""
         self.operation = operation
         self.size_bytes = size_of(operation)
         self.answered = False
@@ -105,7 +105,7 @@ class Call:
         self._then = then
 
     def answer(self, error: ProrlError | None) -> None:
-        """Tell how it went. Once; later calls change nothing."""
+        """Call `then` with the result, once; later calls do nothing."""
         if not self.answered:
             self.answered = True
             self._then(error)

@@ -1,4 +1,4 @@
-"""Rules by which operations are refused, whatever keeps the ledger. Pure."""
+"""Rules by which every ledger refuses operations. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoredJob(Protocol):
 
 
 class SessionState(Protocol):
-    """An open session: everything up to `acked` is acknowledged, `last` is the highest cursor ever given."""
+    """An open session: everything up to `acked` is acknowledged, `last` is the highest cursor ever assigned."""
 
     @property
     def acked(self) -> int: ...
@@ -39,14 +39,14 @@ JobT = TypeVar("JobT", bound=StoredJob)
 
 
 def state_of(job: StoredJob) -> StoredState:
-    """Return the state of a job that the ledger has, as its session knows it. See `prorl_trio.types.models`."""
+    """Return the state that a stored job has in its session. See `prorl_trio.types.models`."""
     return "stored" if job.cursor is None else "offered"
 
 
 def check_accept(
     operation: Accept, session: SessionT | None, find: Callable[[str], StoredJob | None], stored: int, max_jobs: int
 ) -> SessionT:
-    """See `Ledger.accept`; `stored` jobs are in the ledger. Returns the session."""
+    """Check `Ledger.accept` and return the session; `stored` is the number of jobs in the ledger."""
     session = _require(operation.session_id, session)
     job_ids = {job.job_id for job in operation.jobs}
     if len(job_ids) < len(operation.jobs):
@@ -60,7 +60,7 @@ def check_accept(
 
 
 def check_begin(operation: BeginAttempt, job: JobT | None) -> JobT:
-    """See `Ledger.begin_attempt`. Returns the job."""
+    """Check `Ledger.begin_attempt` and return the job."""
     if job is None or state_of(job) != "stored" or operation.attempt <= job.attempt:
         raise StaleAttempt(f"attempt {operation.attempt} of job {operation.job_id!r} cannot begin: {_describe(job)}")
     return job
@@ -69,7 +69,7 @@ def check_begin(operation: BeginAttempt, job: JobT | None) -> JobT:
 def check_finish(
     operation: Finish, session: SessionT | None, job: JobT | None, is_taken: Callable[[], bool]
 ) -> tuple[SessionT, JobT]:
-    """See `Ledger.finish`; `is_taken`: the cursor is another outcome's. Returns the session and the job."""
+    """Check `Ledger.finish`; return the session and the job. `is_taken`: whether another outcome has the cursor."""
     session_id, job_id, attempt, cursor, _ = operation
     session = _require(session_id, session)
     if job is None or job.session_id != session_id:
@@ -84,7 +84,7 @@ def check_finish(
 
 
 def check_acknowledge(operation: Acknowledge, session: SessionT | None) -> SessionT | None:
-    """See `Ledger.acknowledge`. Returns the session if the cursor is news."""
+    """Check `Ledger.acknowledge`. Return the session if the cursor is new, else None."""
     session_id, cursor = operation
     if session is None or cursor <= session.acked:
         return None

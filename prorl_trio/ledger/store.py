@@ -1,6 +1,6 @@
-"""The ledger's disk side, used by one thread at a time: groups of operations, room for them, and failure.
+"""The ledger's disk side, used by one thread at a time: groups of operations, their room, and failures.
 
-A group is one transaction with one sync, for as many operations as came while the last group was stored.
+A group is one transaction with one sync. It holds all operations that arrived while the last group was stored.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ logger = logging.getLogger(__name__)
 
 COMMITS_REMEMBERED: Final = 1024
 ROW_BYTES: Final = 512
-"""About what a job takes beside its payload, in its table and its indexes."""
+"""Approximate size of a job in its table and indexes, without its payload."""
 LAST_RESORT_BYTES: Final = 4 * 1024 * 1024
-"""The part of the reserve (but no more than a quarter) that is not for outcomes: an acknowledgement needs a little
-space to make much."""
+"""The part of the reserve (at most a quarter) that outcomes may not use. An acknowledgement needs a little space to
+free much."""
 PROBE_BYTES: Final = 64 * 1024
 CLEAN_STEP_PAGES: Final = 1024
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _PASSING: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL)
-"""Why SQLite cannot read now what may be read later."""
+"""Reasons of SQLite for a failed read that may succeed later."""
 
 _UNSTORABLE: Final = (OverflowError, UnicodeEncodeError, sqlite3.DataError)
-"""Errors that a value of an operation causes, which SQLite cannot hold, and not the disk."""
+"""Errors that are caused by a value that SQLite cannot store, and not by the disk."""
 
 _PUT_JOB: Final = "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Changed(Exception):
-    """A row is not what was written."""
+    """A row is corrupt."""
 
 
 class SessionRow(NamedTuple):
-    """A session: everything up to `acked` is acknowledged, `last` is the highest cursor ever given."""
+    """A session: everything up to `acked` is acknowledged, `last` is the highest cursor ever assigned."""
 
     number: int
     session_id: str
@@ -88,7 +88,7 @@ class SessionRow(NamedTuple):
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Counts of rows, and of bytes of payloads; `freed` counts what was dropped so far."""
+    """Numbers of rows and payload bytes; `freed` counts all dropped jobs."""
 
     jobs: int
     live_bytes: int
@@ -100,7 +100,7 @@ RowT = TypeVar("RowT", Job, SessionRow)
 
 
 class Tables:
-    """The tables behind a connection. `counts` follows what is done; who rolls back puts the old ones back."""
+    """The tables behind a connection. `counts` follows every change; after a rollback the caller restores it."""
 
     def __init__(self, db: sqlite3.Connection, limits: LedgerLimits) -> None:
         self._db = db
@@ -112,33 +112,32 @@ class Tables:
     # ------------------------------------------------------------ questions
 
     def job(self, job_id: str) -> Job | None:
-        """Return a job that is unfinished or whose outcome is not acknowledged; None if there is none."""
+        """Return a job that is unfinished or whose outcome is not acknowledged, else None."""
         row = self._db.execute("SELECT * FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
         return _whole(Job._make(row)) if row else None
 
     def session(self, session_id: str) -> SessionRow | None:
-        """Return an open session; None if there is none."""
         row = self._db.execute("SELECT * FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         return _whole(SessionRow._make(row)) if row else None
 
     def used_bytes(self) -> int:
-        """Return the bytes that are stored in the database, without those that are free for more."""
+        """Return the bytes that the database uses, without its free pages."""
         pages = int(self._db.execute("PRAGMA page_count").fetchone()[0])
         return (pages - self.free_pages()) * PAGE_BYTES
 
     def free_pages(self) -> int:
-        """Return the number of free pages in the database, to be used again or given back to the disk."""
+        """Return the number of free pages in the database, which can be reused or returned to the disk."""
         return int(self._db.execute("PRAGMA freelist_count").fetchone()[0])
 
     # ------------------------------------------------------------ changes
 
     def do(self, operation: Operation, age_s: float) -> None:
-        """Carry an operation out; one that was done before changes nothing. `age_s` is the ledger's own time.
+        """Carry an operation out; repeating it does nothing. `age_s` is the ledger's own time.
 
         Raises:
             LedgerFull, StaleAttempt, UnknownJob, DuplicateJob, ProtocolError: see the `Ledger`'s methods. Nothing was
                 changed.
-            sqlite3.Error, Changed: the transaction cannot go on.
+            sqlite3.Error, Changed: the transaction cannot continue.
         """
         match operation:
             case Accept():
@@ -186,7 +185,7 @@ class Tables:
         session, job = check_finish(operation, self.session(session_id), self.job(job_id), is_taken)
         payload = outcome[0] if len(outcome) == 1 else b"".join(outcome)
         length = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-        # The spec is in the job's payload until then: no job needs both.
+        # The spec uses the job's payload until then: a job never needs both.
         self._db.execute("DELETE FROM payloads WHERE number = ?", (job.number,))
         self._db.execute("INSERT INTO payloads VALUES (?, ?)", (job.number, payload))
         self._count(live_bytes=length - job.length)
@@ -209,10 +208,10 @@ class Tables:
         self._forget_old(age_s)
 
     def _forget_old(self, age_s: float) -> None:
-        """Tombstones are numbered in the order of their age."""
+        """Drop expired tombstones. They are numbered by age."""
         limit_s = age_s - self._limits.tombstone_s
         excess = self.counts.tombstones - self._limits.max_tombstones
-        # In order, and read only as far as they are old: usually that is the first row.
+        # In order, and only up to the first row that is still young: usually one row is read.
         old = self._db.execute("SELECT number, at_s FROM tombstones ORDER BY number")
         last = None
         for count, (number, at_s) in enumerate(old, 1):
@@ -238,7 +237,7 @@ class Tables:
         return [_whole(Job._make(row)) for row in rows]
 
     def _last_number(self, table: str) -> int:
-        """Ever given in a table whose numbers are not given twice."""
+        """Return the highest number ever assigned in a table that never reuses numbers."""
         wanted = "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = ?"
         return int(self._db.execute(wanted, (table,)).fetchone()[0])
 
@@ -270,21 +269,21 @@ def _whole(row: RowT) -> RowT:
 
 
 class WaitForRoom:
-    """There is no room for it on the disk, nor in the reserve: ask again."""
+    """The disk and the reserve lack room for the operation; retry it later."""
 
 
 WAIT_FOR_ROOM: Final = WaitForRoom()
 
 Answer = ProrlError | WaitForRoom | None
-"""None: done."""
+"""None means success."""
 
 
 class Store:
-    """Opened by the constructor, which recovers what a former process left; closed by `close`.
+    """The disk side of a ledger. The constructor opens it and recovers a former process's data; `close` closes it.
 
     Attributes:
-        damage: a sentence for each damage that was found.
-        cleaning_due: another `commit` should follow, if only to give free pages back to the disk.
+        damage: a sentence for each detected damage.
+        cleaning_due: whether another `commit` should follow, if only to return free pages to the disk.
 
     Raises:
         ConfigError: the folder or the database in it cannot be used, or is in use.
@@ -297,14 +296,15 @@ class Store:
         self._folder = LedgerFolder(path, disk)
         self._readers: deque[sqlite3.Connection] = deque()
         self._failed = ""
-        """Why nothing is stored until the ledger is opened again."""
+        """Why nothing is stored until the ledger is reopened."""
         self._full = ""
-        """Why the disk takes nothing new."""
+        """Why the disk accepts nothing new."""
         self._gone = ""
-        """The same, where somebody has removed the database: what is written to it ends with this process."""
+        """Why the disk accepts nothing new if the database file was removed. Data written to it is lost with this
+        process."""
         self._told_full = False
         self._over = ""
-        """The same of `max_bytes`, until less than `_over_bytes` are in use."""
+        """Why `max_bytes` forbids new jobs, until less than `_over_bytes` are in use."""
         self._over_bytes = 0
         self._refill_at = 0.0
         self._commits_s: deque[float] = deque(maxlen=COMMITS_REMEMBERED)
@@ -338,11 +338,11 @@ class Store:
         except sqlite3.Error as exc:
             if not self._reserve_bytes or not self._is_full(exc):
                 raise ConfigError(f"the ledger in {self._folder.path} cannot be opened: {exc}; {REMEDY}") from exc
-        self._shrink_reserve(0)  # the index of the log needs a little space, too
+        self._shrink_reserve(0)  # the index of the log needs a little space as well
         return open_database(self._folder, self._disk)
 
     def close(self) -> None:
-        """Close the database. What was stored lazily is on the disk then, unless that failed."""
+        """Close the database. Lazily stored operations are durable afterwards, unless the disk failed."""
         try:
             if not self._failed:
                 while self._readers:
@@ -352,7 +352,7 @@ class Store:
             self._folder.close()
 
     def _close_connections(self) -> None:
-        """The last one that closes copies the log into the database, if it may write: after a failure, it may not."""
+        """Close all connections. The last one copies the log into the database, which is forbidden after a failure."""
         self._db.close()
         while self._readers:
             self._readers.pop().close()
@@ -361,22 +361,22 @@ class Store:
 
     @property
     def freed(self) -> int:
-        """Return a number that grows when something was dropped: there may be room again."""
+        """Return a number that grows whenever something is dropped, because there may be room again."""
         return self._tables.counts.freed
 
     @property
     def disk_is_full(self) -> bool:
-        """Return whether a `commit` should follow in a while, if only to see whether the disk has room again."""
+        """Return whether a `commit` should follow later to test whether the disk has room again."""
         return bool(self._full or self._gone) and not self._failed
 
     def commit(self, operations: Sequence[Operation]) -> list[Answer]:
-        """Do them in one transaction, then a step of cleaning if it is due.
+        """Commit operations in one transaction, then do a step of cleaning if it is due.
 
-        What one is refused for does not touch the others. Where the room does not suffice, they get what there is, in
-        order; an outcome that has none holds back the later ones of its session.
+        A refused operation does not affect the others. If room is scarce, operations get it in order. An outcome
+        without room holds back the later outcomes of its session.
         """
         answers: list[Answer] = [None] * len(operations)
-        # Those that need no sync come last: a session is not closed before an outcome that was asked for earlier.
+        # Operations without a sync come last: a session must not close before an outcome that was requested earlier.
         order = sorted(range(len(operations)), key=lambda n: isinstance(operations[n], LAZY))
         held_back: set[str] = set()
         self._gone = self._why_gone()
@@ -396,7 +396,7 @@ class Store:
     def _store_alone(
         self, operations: Sequence[Operation], number: int, answers: list[Answer], held_back: set[str]
     ) -> None:
-        """The last resort of a full disk."""
+        """Store an operation alone, as the last resort of a full disk."""
         operation = operations[number]
         if self._transact(operations, [number], answers, held_back):
             return
@@ -412,7 +412,7 @@ class Store:
     def _transact(
         self, operations: Sequence[Operation], numbers: Sequence[int], answers: list[Answer], held_back: set[str]
     ) -> bool:
-        """These of the operations, all in one transaction. False: the disk is full, and nothing was stored."""
+        """Commit these operations in one transaction. Return False if the disk is full and nothing was stored."""
         if self._failed:
             self._refuse(operations, numbers, answers)
             return True
@@ -445,7 +445,7 @@ class Store:
             self._fail(exc)
             self._refuse(operations, numbers, answers)
             return True
-        except BaseException:  # of a machine without memory, say: the next transaction must be able to begin
+        except BaseException:  # for example MemoryError: the next transaction must be able to begin
             self._roll_back(counts)
             raise
         if lazy:
@@ -471,7 +471,7 @@ class Store:
         return None
 
     def _refuse(self, operations: Sequence[Operation], numbers: Sequence[int], answers: list[Answer]) -> None:
-        """The disk has failed. What need not be durable changes nothing that anybody was told."""
+        """Refuse operations after a failure of the disk. Lazy operations then count as done."""
         for number in numbers:
             operation = operations[number]
             if isinstance(operation, LAZY):
@@ -480,7 +480,7 @@ class Store:
                 answers[number] = (LedgerFailed if isinstance(operation, Finish) else LedgerFull)(self._failed)
 
     def _roll_back(self, counts: Counts) -> None:
-        """Undo what the transaction has done. `counts` are those from before it."""
+        """Roll the transaction back. `counts` are the counts from before it."""
         self._tables.counts = counts
         try:
             if self._db.in_transaction:
@@ -489,7 +489,7 @@ class Store:
             self._fail(exc)
 
     def _fail(self, error: Exception) -> None:
-        """Nothing more is written: what a failed sync was to write may be gone, and a later one would not tell."""
+        """Stop all writes: data of a failed sync may be lost, and a later sync would not report it."""
         self._failed = f"the disk of {self._folder.path} failed, the ledger takes nothing until it is reopened: {error}"
         logger.critical("%s", self._failed)
         if isinstance(error, Changed) or is_damage(error):
@@ -499,17 +499,17 @@ class Store:
                 logger.error("%s cannot be made, remove the damage by hand: %s", self._folder.suspicion, exc)
 
     def _age_s(self) -> float:
-        """Return for how long the ledger was open, in all.
+        """Return the total time for which the ledger was open.
 
-        Nobody can set this clock, and time in which the node did not run is left out: what is remembered is remembered
-        rather longer.
+        This clock cannot be set, and excludes time in which the node did not run. Tombstones therefore live rather
+        longer.
         """
         return self._opened_at_s + time.monotonic() - self._opened_s
 
     # ------------------------------------------------------------ room
 
     def _why_no_room(self, operation: Operation) -> str:
-        """Empty: there is, or it needs none."""
+        """Return why the operation has to wait for room, or an empty string."""
         if isinstance(operation, LAZY):
             return ""
         limit_bytes = self._limits.max_bytes
@@ -538,7 +538,10 @@ class Store:
         return ""
 
     def _is_full(self, error: sqlite3.Error) -> bool:
-        """The disk works, and has no space. SQLite does not say it of quotas, nor of the index of its log."""
+        """Return whether the disk works but lacks space.
+
+        SQLite does not report quotas, nor a full index of its log, as such.
+        """
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if code == sqlite3.SQLITE_FULL:
             return True
@@ -559,9 +562,9 @@ class Store:
             self._reserve_bytes = size_bytes
 
     def _refill_reserve(self) -> None:
-        """Refill the reserve when there is room for more than it; tried again as time passes.
+        """Refill the reserve when there is more room than it needs; retried as time passes.
 
-        Nothing is admitted without a reserve for its outcome.
+        No job is admitted without a reserve for its outcome.
         """
         now_s = time.monotonic()
         if (
@@ -584,9 +587,9 @@ class Store:
         self._reserve_bytes = self._limits.reserve_bytes
 
     def _clean(self) -> bool:
-        """Copy the log into the database when it is long, and give back pages when most are free.
+        """Copy the log into the database when it is long, and return pages to the disk when most are free.
 
-        Return whether more pages are to be given back.
+        Return whether more pages can be returned.
         """
         try:
             many = self._too_many_free()
@@ -614,7 +617,7 @@ class Store:
 
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
-        """Lend one of the `max_reads` readers; the caller's limiter sees to it that there is one."""
+        """Lend one of the `max_reads` readers; the caller's limiter ensures that one is free."""
         reader = self._readers.pop()
         try:
             yield reader
@@ -622,7 +625,6 @@ class Store:
             self._readers.append(reader)
 
     def sessions(self) -> list[SessionRow]:
-        """Return all open sessions, by id."""
         with self._reader() as reader:
             return list(map(SessionRow._make, reader.execute("SELECT * FROM sessions ORDER BY session_id")))
 
@@ -636,12 +638,12 @@ class Store:
             return list(map(Job._make, rows))
 
     def read(self, job_id: str, cursor: int | None) -> bytes:
-        """A job's spec, if `cursor` is None, or its outcome.
+        """Return a job's spec, if `cursor` is None, or its outcome.
 
         Raises:
-            UnknownJob: there is no such payload any more.
-            LedgerCorrupt: it is not what was written.
-            OSError: it cannot be read now.
+            UnknownJob: the payload has been dropped.
+            LedgerCorrupt: the payload is corrupt.
+            OSError: the payload cannot be read now.
         """
         what = f"the {'spec' if cursor is None else 'outcome'} of job {job_id!r}"
         try:
@@ -665,9 +667,9 @@ class Store:
         return bytes(payload)
 
     def lookup(self, job_ids: Sequence[str]) -> dict[str, Job | tuple[str, bytes]]:
-        """Return each job; for one that was acknowledged lately, its session and fingerprint.
+        """Return each job, or for a recently acknowledged job its session and fingerprint.
 
-        Ids of neither are left out.
+        Unknown ids are left out.
         """
         found: dict[str, Job | tuple[str, bytes]] = {}
         limit_s = self._age_s() - self._limits.tombstone_s

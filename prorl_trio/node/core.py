@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
 
 EXAMINATIONS_TIMEOUT_S: Final = 10.0
-"""Limit of the time in which checks of gold answers are cut short when the node ends."""
+"""Limit of the time in which checks of gold answers are stopped when the node ends."""
 
 
 class _NoSessions:
@@ -52,7 +52,7 @@ class _NoSessions:
 
 
 NO_SESSIONS: Final = _NoSessions()
-"""Outbox of a node that has no sessions: its jobs deliver to other sinks."""
+"""Outbox of a node without sessions: its jobs deliver to other sinks."""
 
 
 @asynccontextmanager
@@ -67,21 +67,22 @@ async def open_node(
     tokens: TokenMemory | None = None,
     outbox: Outbox = NO_SESSIONS,
 ) -> AsyncIterator[Node]:
-    """Open a node without its sessions and edges; on leaving, cancel all jobs and wait until nothing of them is left.
+    """Open a node without its sessions and edges; on exit, cancel all jobs and wait until all have ended.
 
     Args:
         config: the node's configuration.
-        handlers: the agent handlers; None: those of the installed entry points.
-        provider: in place of the sandbox provider that the configuration names.
+        handlers: the agent handlers; None: the handlers of the installed entry points.
+        provider: replaces the sandbox provider of the configuration.
         observers: called for every job.
         on_backend_call: called for every call of an LLM backend.
         on_sandbox_open: called for every sandbox handed out.
-        tokens: the memory that trajectories are recorded in; None: the node opens an arena of its own.
-        outbox: the sessions whose jobs these are, if there are any.
+        tokens: the memory in which trajectories are recorded; None: the node opens its own arena.
+        outbox: the sessions of the jobs, if any.
 
     Raises:
-        ConfigError: the model folder, the sandbox provider or the configuration cannot be used; says what to do.
-        BackendError: backends are `required`, and one did not pass its probe.
+        ConfigError: the model folder, the sandbox provider or the configuration cannot be used; the message has a
+            remedy.
+        BackendError: backends are `required`, and one failed its probe.
     """
     handlers = handlers or HandlerRegistry.from_entry_points()
     model = config.model

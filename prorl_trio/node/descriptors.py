@@ -1,4 +1,4 @@
-"""The limit of open files: raised at the start, and compared with what the configuration may need."""
+"""The limit of open files: raised at startup, and compared with the needs of the configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_SCORER: Final = 4
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit of open files to the most that it may give itself. Its children inherit it."""
+    """Raise this process's limit of open files to its hard limit. Child processes inherit it."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -31,7 +31,7 @@ def check_descriptors(config: NodeConfig | HeadConfig) -> None:
     """Check that the process may open as many files as its workers, sandboxes and connections need together.
 
     Raises:
-        ConfigError: it may not. The message names the fields that need most, the limit, and what to do.
+        ConfigError: the limit is too low. The message names the fields that need most, the limit, and a remedy.
     """
     listen = config.listen
     needs = {

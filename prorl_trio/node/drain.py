@@ -1,10 +1,10 @@
 """The end of a node: the first signal lets its jobs finish, the second cancels them, the third ends the process.
 
-A signal that comes while the node starts ends it at once. SIGHUP, when the terminal is gone, can be such a signal.
+A signal during startup ends the node at once. SIGHUP, when the terminal closes, can be such a signal.
 
-A drain that the node began by itself, because its allocation of Slurm's ends, is no signal: so the first one after it,
-which is Slurm's warning of that end, changes nothing, and the next one cancels. SIGINT, which Slurm does not send,
-cancels at once.
+The node drains by itself when its Slurm allocation ends, which does not count as a signal. The first signal after that
+is Slurm's warning of the same end and is ignored, and the next one cancels. SIGINT, which Slurm does not send, cancels
+at once.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 5.0
-"""Interval between two lines that say what is left to do."""
+"""Interval between two progress reports."""
 SHUTDOWN_REASON: Final = "the node is shutting down"
 
 POLL_S: Final = 1.0
-"""Interval between two looks at the durations, which grow."""
+"""Interval between two checks of the durations, which grow."""
 
 
 def allocation_left_s(environment: Mapping[str, str]) -> float | None:
-    """Return the seconds until the end of the allocation of Slurm's that the process is in; None if it is not known.
+    """Return the seconds until the end of the process's Slurm allocation; None if it is not known.
 
-    `SLURM_JOB_END_TIME` is by the clock of Slurm: this is wrong by what the machine's own clock differs from that one.
-    It is never more than the whole time of the allocation, from `SLURM_JOB_START_TIME` by the same clock: so a node
-    that begins with its allocation is not late, however slow the machine's clock is.
+    `SLURM_JOB_END_TIME` uses Slurm's clock, so the result is wrong by the difference to this machine's clock. It never
+    exceeds the duration of the allocation, computed with `SLURM_JOB_START_TIME` of the same clock. A node that starts
+    with its allocation therefore never ends late because of a slow clock.
     """
     end, start = (_seconds(environment.get(f"SLURM_JOB_{name}_TIME", "")) for name in ("END", "START"))
     if end is None:
@@ -53,16 +53,16 @@ def allocation_left_s(environment: Mapping[str, str]) -> float | None:
 
 
 def _seconds(told: str) -> int | None:
-    """Return seconds since 1970 as Slurm writes them; None if it is not known, which it writes in several ways."""
+    """Return seconds since 1970 as Slurm writes them; None for the various ways in which it writes an unknown time."""
     return int(told) or None if told.isascii() and told.isdigit() else None
 
 
 class EndOfTime:
-    """The moment by which a node must have ended, and whether what is left until then is enough for a job.
+    """The time at which a node must have ended, and whether the remaining time suffices for a job.
 
     Args:
-        left_s: seconds until that moment, from now on; None: there is none.
-        durations: of the node's jobs.
+        left_s: seconds from now until that time; None if unlimited.
+        durations: durations of the node's jobs.
     """
 
     def __init__(self, left_s: float | None, durations: Durations) -> None:
@@ -71,17 +71,17 @@ class EndOfTime:
 
     @property
     def left_s(self) -> float | None:
-        """Return the seconds that are left, at least 0; None if there is no end."""
+        """Return the remaining seconds, at least 0; None if unlimited."""
         return None if self._at_s is None else max(0.0, self._at_s - trio.current_time())
 
     @property
     def is_near(self) -> bool:
-        """Return True if nothing can be begun any more, of whatever kind."""
+        """Return True if there is no longer time for a job of any kind."""
         left_s = self.left_s
         return left_s is not None and left_s <= self._durations.shortest_p99_s()
 
     def refusal(self, kind: str) -> str:
-        """Return why a job of this kind is not begun any more; empty if there is time for it."""
+        """Return why a job of this kind can no longer begin; empty if there is time for it."""
         left_s, needs_s = self.left_s, self._durations.p99_s(kind)
         if left_s is None or left_s > needs_s:
             return ""
@@ -91,7 +91,7 @@ class EndOfTime:
         )
 
     async def wait_near(self) -> None:
-        """Return when what is left is not enough for a job of the longest kind: the time to drain."""
+        """Return when the remaining time no longer suffices for the longest kind of job: the time to drain."""
         while True:
             left_s = self.left_s
             if left_s is None:
@@ -106,8 +106,8 @@ class EndOfTime:
 class EndSignals:
     """An iterator over SIGTERM, SIGINT and the first SIGHUP, as they arrive.
 
-    A closing terminal sends SIGHUP several times, from the kernel and from the shell; the second one would cut the
-    drain short, so later ones are skipped. So is the first signal after `excuse_warning`, unless it is SIGINT.
+    A closing terminal sends SIGHUP several times, from the kernel and from the shell. Later ones are skipped, because
+    the second would stop the drain. The first signal after `excuse_warning` is also skipped, unless it is SIGINT.
 
     Attributes:
         hangup: SIGHUP is among the signals received.
@@ -120,7 +120,7 @@ class EndSignals:
         self._excuses = False
 
     def excuse_warning(self) -> None:
-        """Skip the next signal but SIGINT: the node drains by itself, and Slurm will warn it of the same end."""
+        """Skip the next signal except SIGINT: the node drains by itself, and Slurm will warn of the same end."""
         self._excuses = True
 
     def __aiter__(self) -> EndSignals:
@@ -147,32 +147,32 @@ class EndSignals:
 
 @contextmanager
 def open_end_signals(on_hangup: OnHangup, *, reloads: bool, ends_process: bool = False) -> Iterator[EndSignals]:
-    """Receive the signals that end a node during the block: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so.
+    """Receive the signals that end a node during the block: SIGTERM, SIGINT, and SIGHUP depending on `on_hangup`.
 
-    With `reloads`, where SIGHUP does not end the node, SIGHUP does nothing until a task of the block receives it. What
-    comes too late to be acted on is dropped: the end that it asks for is there, and it must not change the exit code.
-    Leaving the block restores the former handlers; if the process ends then (`ends_process`), the signals are ignored.
-    For the main thread only.
+    With `reloads`, if SIGHUP does not end the node, SIGHUP is ignored until a task of the block receives it. Signals
+    that arrive too late are dropped, because the node has already ended and they must not change the exit code. The
+    former handlers are restored on exit; if the process ends then (`ends_process`), the signals are ignored. For the
+    main thread only.
     """
     hangup = drains_on_hangup(on_hangup)
     numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
     dropped = [*numbers, *([signal.SIGHUP] if reloads and not hangup else [])]
     before = {number: signal.getsignal(number) for number in dropped}
-    for number in dropped:  # the receiver puts these handlers back, and calls them for what nobody took
+    for number in dropped:  # the receiver restores these handlers, and calls them for unreceived signals
         signal.signal(number, lambda _number, _frame: None)
     try:
         with trio.open_signal_receiver(*numbers) as received:
             yield EndSignals(received, hangup=hangup)
     finally:
         for number, handler in before.items():
-            if ends_process:  # a handler of Python's own is gone before its process is, and then a signal kills
+            if ends_process:  # Python removes its handlers before the process ends; a signal would then kill it
                 signal.signal(number, signal.SIG_IGN)
-            elif handler is not None:  # else it is not Python's
+            elif handler is not None:  # else it was not installed from Python
                 signal.signal(number, handler)
 
 
 def drains_on_hangup(on_hangup: OnHangup) -> bool:
-    """Return True if SIGHUP is to end this process.
+    """Return True if SIGHUP should end this process.
 
     With `auto` it does if the process was started from a terminal: it has a controlling terminal, at least one of
     stdin, stdout and stderr is a terminal, and SIGHUP is not ignored (as under `nohup`).
@@ -189,7 +189,7 @@ def drains_on_hangup(on_hangup: OnHangup) -> bool:
 
 
 class Drainable(Protocol):
-    """An owner of jobs that `drain` can end. `prorl_trio.node.node.Node` is one."""
+    """An owner of jobs that `drain` can end, such as `prorl_trio.node.node.Node`."""
 
     async def drain(self) -> None:
         """Accept no more jobs; return when every job has its outcome."""
@@ -204,9 +204,9 @@ class Drainable(Protocol):
 
 @asynccontextmanager
 async def until_started(signals: AsyncIterator[int]) -> AsyncIterator[trio.CancelScope]:
-    """Cancel the block at the first of `signals`, until the scope that this yields is cancelled; no error follows.
+    """Cancel the block at the first signal, until the yielded scope is cancelled; no error follows.
 
-    The block cancels that scope once the node has started: then `drain` takes the signals.
+    The block cancels that scope once the node has started; `drain` then handles the signals.
     """
     starting = trio.CancelScope()
     with trio.CancelScope() as block:
@@ -217,10 +217,10 @@ async def until_started(signals: AsyncIterator[int]) -> AsyncIterator[trio.Cance
 
 
 async def drain(node: Drainable, signals: AsyncIterator[int], timeout_s: float) -> int:
-    """Let every job end within `timeout_s`, or until the next of `signals`; then cancel those that are left.
+    """Let every job end within `timeout_s`, or until the next signal; then cancel the remaining jobs.
 
-    A signal after that kills the process at once: sandboxes are then left to the reaper, and jobs to the ledger.
-    Returns the number of jobs that had to be cancelled; 0 is a clean end. Logs progress every `REPORT_INTERVAL_S`.
+    A signal after that kills the process at once. Sandboxes are then left to the reaper, and jobs to the ledger.
+    Returns the number of jobs that were cancelled; 0 is a clean end. Logs progress every `REPORT_INTERVAL_S`.
     """
     logger.info("draining for %g s at most: %s", timeout_s, _left(node))
     with trio.move_on_after(timeout_s) as patience:

@@ -51,9 +51,9 @@ class Edges(NamedTuple):
     """The credentials of a node's edges.
 
     Attributes:
-        door: decides who may come in.
+        door: authenticates clients.
         tls: the certificate, or None.
-        more: endpoints of REST besides its own.
+        more: additional REST endpoints.
     """
 
     door: Door
@@ -62,12 +62,12 @@ class Edges(NamedTuple):
 
 
 def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
-    """Read all secrets, and check the configuration of the edges as far as that is possible before they are opened.
+    """Read all secrets, and check the configuration of the edges as far as possible before they are opened.
 
-    Called before anything of the node starts. `handlers` are the names of those that the node has. Blocks on the disk.
+    Call it before any part of the node starts. `handlers` are the names of the node's handlers. Blocks on the disk.
 
     Raises:
-        ConfigError: a token, a certificate or a key cannot be used or is open to others; a file, a socket or the
+        ConfigError: a token, a certificate or a key cannot be used or is readable by others; a file, a socket or the
             fleet's folder cannot be written; or fields contradict each other.
     """
     rest = config.rest
@@ -82,10 +82,10 @@ def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
 
 
 def check_listen(config: NodeConfig | HeadConfig, more: Sequence[Endpoint]) -> Edges:
-    """Read the secrets of `listen`, and check its fields and paths. `more` is that of the result. Blocks on the disk.
+    """Read the secrets of `listen`, and check its fields and paths. The result contains `more`. Blocks on the disk.
 
     Raises:
-        ConfigError: something cannot be used, or is open to others.
+        ConfigError: a secret or path cannot be used, or is readable by others.
     """
     listen = config.listen
     token, tls = load_token(listen), load_tls(listen)
@@ -98,11 +98,11 @@ def check_listen(config: NodeConfig | HeadConfig, more: Sequence[Endpoint]) -> E
 
 
 class Served(NodeApi, Protocol):
-    """A node, or the head of a fleet, as its edges serve it."""
+    """A node, or the head of a fleet, as served by its edges."""
 
     @property
     def config(self) -> NodeConfig | HeadConfig:
-        """Return its configuration."""
+        """Return the configuration."""
         ...
 
 
@@ -118,13 +118,13 @@ async def open_edges(
     *,
     default_socket: Path | None = None,
 ) -> AsyncIterator[tuple[str, int]]:
-    """Bind all addresses, restore the sessions of a former process, then let trainers in; yield the (host, port).
+    """Bind all addresses, restore the sessions of a former process, then admit trainers; yield the (host, port).
 
-    `feed` is the source of REST's event streams. `membership` is opened with the addresses, so that others find them.
-    `default_socket`: see `ListenConfig.unix_path`. On leaving, all listeners and connections close.
+    `feed` is the source of REST's event streams. `membership` is opened with the addresses, so that other processes
+    find them. `default_socket`: see `ListenConfig.unix_path`. On exit, all listeners and connections close.
 
     Raises:
-        ConfigError: an address cannot be bound, or a file not be read or written; says what to do.
+        ConfigError: an address cannot be bound, or a file cannot be read or written; the message has a remedy.
     """
     config = node.config
     listen = config.listen

@@ -1,9 +1,9 @@
-"""Python's search for cyclic garbage, in portions that a loop with thousands of rollouts does not notice.
+"""Python's cyclic garbage collection, in portions that do not delay a loop with thousands of rollouts.
 
-Python begins a search when more objects were made than freed. In a busy node the two are even for a long time while the
-youngest objects become many tens of thousands, and then the loop stands still until all of them are searched; a search
-of all objects takes half a second with 2,000 rollouts. So the node searches what is new itself, little and often, and
-everything only when its memory has grown by much. Most of its objects are freed by their reference count anyway.
+Python collects when allocations exceed deallocations. In a busy node the two are balanced for a long time, while the
+youngest generation grows to tens of thousands of objects. One collection then blocks the loop. A full collection
+takes half a second with 2,000 rollouts. The node therefore collects new objects itself in small steps, and all objects
+only when its memory has grown a lot. Reference counting frees most objects anyway.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 INTERVAL_S: Final = 0.02
-"""Time between two looks for new objects: what a loop makes in it and keeps is searched within some milliseconds."""
+"""Interval between two checks for new objects, which is short enough that a collection takes some milliseconds."""
 NEW_OBJECTS: Final = 1_000
-"""Growth in objects, at least, for which new ones are searched."""
+"""Minimum growth in objects for a collection of new objects."""
 LOOKS_PER_SIZE: Final = 50
-"""Looks for new objects between two at the size of the memory, which takes a millisecond where that is large."""
+"""Checks for new objects between two checks of the memory size, which takes a millisecond if the memory is large."""
 GROWTH_BLOCKS: Final = 8_000_000
-"""Growth in allocated blocks, since all objects were searched last, that starts another search of all. Some 700 MB."""
+"""Growth in allocated blocks since the last full collection that causes another one. Some 700 MB."""
 
 
 class GarbageSearches:
-    """The searches of a process, which does none by itself meanwhile. `look` is called every `INTERVAL_S`."""
+    """Garbage collection in a process whose automatic collection is off. Call `look` every `INTERVAL_S`."""
 
     def __init__(self) -> None:
-        """Search everything once, and exempt from all searches what exists now: modules, mostly."""
+        """Collect everything once, and exempt all existing objects, mostly modules, from later collections."""
         gc.collect()
         gc.freeze()
         self._floor = sys.getallocatedblocks()
         self._looks = 0
 
     def look(self) -> None:
-        """Search what is new, if it is much; and everything, if memory has grown by much."""
+        """Collect new objects if there are many, and all objects if memory has grown a lot."""
         if gc.get_count()[0] >= NEW_OBJECTS:
             gc.collect(0)
         self._looks += 1
@@ -56,10 +56,10 @@ class GarbageSearches:
 
 @asynccontextmanager
 async def open_garbage_searches() -> AsyncIterator[None]:
-    """Replace Python's searches for garbage by those of `GarbageSearches` during the block.
+    """Replace Python's automatic garbage collection by `GarbageSearches` during the block.
 
-    The setting is the whole process's, so only the owner of the process should call this, as the `serve` command does.
-    Leaving the block restores it.
+    The setting affects the whole process, so only the owner of the process should call this, as the `serve` command
+    does. It is restored on exit.
     """
     searches, enabled = GarbageSearches(), gc.isenabled()
     gc.disable()

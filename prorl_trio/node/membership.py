@@ -1,4 +1,4 @@
-"""The node's entry in the folder of its fleet: claimed at the start, kept fresh, taken away at the end."""
+"""The node's entry in its fleet's folder: claimed at startup, renewed regularly, removed at the end."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 CLAIM_POLL_S: Final = 0.25
 LEAVE_TIMEOUT_S: Final = 5.0
-"""Longest that a shutdown waits for the fleet's disk."""
+"""Longest time that a shutdown waits for the fleet's disk."""
 EVERY_ADDRESS: Final = frozenset({"0.0.0.0", "::", ""})
 
 _T = TypeVar("_T")
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of a node's server as (host, port), whether it speaks TLS, and the Unix socket's URL."""
+    """The address of a node's server as (host, port), whether it uses TLS, and the Unix socket's URL."""
 
     address: tuple[str, int]
     secure: bool = False
@@ -51,19 +51,19 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 async def open_membership(
     node: Node, door: Door, endpoints: Endpoints, unfinished: Callable[[], int]
 ) -> AsyncIterator[None]:
-    """Keep the node's entry in its fleet's folder during the block. Does nothing for a node without a fleet.
+    """Maintain the node's entry in its fleet's folder during the block. Does nothing for a node without a fleet.
 
-    At the end the entry is removed; where unfinished work is left to the node's next start (`restart_within_s`), it
+    At the end the entry is removed. If unfinished work is left to the node's next start (`restart_within_s`), the entry
     stays, as `away`.
 
     Args:
         node: the node.
-        door: has the token, which the entry tells trainers. A new one is written at once.
-        endpoints: where it listens.
-        unfinished: returns how many outcomes wait for their trainer, and jobs that were cut for the next start.
+        door: has the token that the entry passes to trainers. A new token is written at once.
+        endpoints: the addresses of the node's server.
+        unfinished: returns the number of undelivered outcomes and of jobs that were cut for the next start.
 
     Raises:
-        ConfigError: the folder cannot be used; a living node of that name is there; or the fleet's nodes are of another
+        ConfigError: the folder cannot be used; another live node has the name; or the fleet's nodes have another
             version or model.
     """
     if not node.config.fleet.dir:
@@ -91,7 +91,7 @@ async def open_membership(
 
 
 class _Disk:
-    """The fleet's disk: one call at a time, each in a thread that a cancel leaves behind, for it may hang."""
+    """The fleet's disk: one call at a time, each in a thread that a cancel abandons, because the call may hang."""
 
     def __init__(self) -> None:
         self._turn = trio.CapacityLimiter(1)
@@ -101,7 +101,7 @@ class _Disk:
 
 
 def advertised_host(advertise: str, listening: str) -> str:
-    """Return the host name by which others reach a node that listens on the address `listening`."""
+    """Return the host name at which others reach a node that listens on the address `listening`."""
     if advertise:
         return advertise
     return socket.gethostname() if listening in EVERY_ADDRESS else listening
@@ -150,12 +150,12 @@ def _now(node: Node, entry: NodeEntry) -> NodeEntry:
 
 
 async def _claim(folder: Path, entry: NodeEntry, disk: _Disk) -> None:
-    """Return when no other living node has our name.
+    """Return when no other live node has our name.
 
-    A node of our name that was killed on another machine looks alive until it is stale; so wait for that.
+    A node of our name that was killed on another machine looks alive until its entry is stale, so this waits for that.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: another live node has the name.
     """
     watch = FleetWatch(folder)
     first: int | None = None
@@ -185,7 +185,7 @@ def _time_of(folder: Path, node_id: str) -> int:
 
 
 async def _beat(node: Node, door: Door, folder: Path, entry: NodeEntry, disk: _Disk) -> None:
-    """Renew the entry for ever. A disk that is full or away is logged, and tried again."""
+    """Renew the entry until cancelled. If the disk is full or unavailable, log it and retry."""
     written = entry
     trouble = ""
     while True:
@@ -203,17 +203,17 @@ async def _beat(node: Node, door: Door, folder: Path, entry: NodeEntry, disk: _D
 
 
 def _renew(folder: Path, before: NodeEntry, now: NodeEntry) -> NodeEntry:
-    """Write `now`, or renew the time of `before` if nothing changed or there is no space; return what is there.
+    """Write `now`, or renew only the time of `before` if nothing changed or the disk is full; return the entry on disk.
 
     Raises:
         ConfigError: another process has the name now.
-        OSError: the disk fails.
+        OSError: the disk failed.
     """
     path = folder / f"{now.node_id}.json"
     try:
         found = read_entry(path)[0]
     except FileNotFoundError:
-        write_entry(folder, now)  # somebody cleaned up
+        write_entry(folder, now)  # the entry was removed
         return now
     if found.process != now.process:
         raise ConfigError(

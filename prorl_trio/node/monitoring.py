@@ -30,15 +30,15 @@ class Described(Protocol):
 
     @property
     def uptime_s(self) -> float:
-        """Return the seconds since it was opened."""
+        """Return the seconds since the node or head was opened."""
         ...
 
     def part(self, name: str) -> object:
-        """Return one part of its statistics."""
+        """Return one part of the statistics."""
         ...
 
     def describe(self, name: str, read: Callable[[], object]) -> None:
-        """Add a part to its statistics."""
+        """Add a part to the statistics."""
 
 
 class Monitoring:
@@ -51,12 +51,12 @@ class Monitoring:
         self.observers: list[Observer] = [JobLog(), self.metrics]
 
     def apply(self, config: MonitoringConfig) -> None:
-        """Change the thresholds of stall warnings and stack dumps to those of `config`."""
+        """Apply the thresholds of stall warnings and stack dumps of `config`."""
         self.stalls.warn_s = config.stall_warn_s
         self.stalls.dump_after(config.stall_dump_after_s)
 
     def watch(self, node: Node, sessions: SessionTable) -> None:
-        """Add the figures of node and sessions to the metrics, and those measured here to `node.statistics()`."""
+        """Add the figures of node and sessions to the metrics, and the figures measured here to `node.statistics()`."""
         metrics = self.metrics
         pool = partial(_part, node, "backends")
         metrics.watch(
@@ -105,7 +105,7 @@ class Monitoring:
 
 @asynccontextmanager
 async def open_monitoring(config: NodeConfig | HeadConfig) -> AsyncIterator[Monitoring]:
-    """Measure the running loop until the block is left; yield the node's instruments.
+    """Measure the running loop until the block exits; yield the node's instruments.
 
     Raises:
         ConfigError: telemetry is configured, but not installed.
@@ -149,7 +149,7 @@ def _ledger(statistics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sums over all sessions: a session's id is its trainer's choice, and must not become a label."""
+    """Return the sums over all sessions. Session ids must not become labels, because trainers choose them."""
     each = list(sessions.values())
     return {
         "sessions": len(each),

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec, Status, ToolCall, ToolSchema
 
 MAX_SHOWN_JOBS: Final = 1_000
-"""Jobs that the status of the node has at most. How many there are is in the pipeline's part."""
+"""Limit of jobs in the node's status. The pipeline's part has their total number."""
 GOLD_CHECKS_TIMEOUT_S: Final = 30.0
-"""Limit of the wall time that a submit waits for checks of gold answers. What is left is accepted unchecked."""
+"""Limit of the time that a submit waits for checks of gold answers. Unfinished checks do not stop the submit."""
 
 
 class Outbox(Protocol):
-    """The sessions, for admission and drain: `sessions.session_table.SessionTable` is one."""
+    """The sessions, for admission and drain, such as `sessions.session_table.SessionTable`."""
 
     def undelivered(self) -> tuple[int, int]:
         """Return the number of outcomes that are not acknowledged, and their bytes."""
@@ -57,7 +57,7 @@ class Outbox(Protocol):
         ...
 
     async def wait_answered(self) -> None:
-        """Return when every job that is being stored was either taken by the node or refused."""
+        """Return when every job that is being stored was either accepted by the node or refused."""
 
 
 class Node:
@@ -103,11 +103,10 @@ class Node:
 
     @property
     def config(self) -> NodeConfig:
-        """Return the configuration that the node works with now."""
         return self._resources.config
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Carry out a request to the pool of backends, or of an agent elsewhere. See `NodeApi.operate`."""
+        """Carry out a request to the pool of backends, or of a remote agent. See `NodeApi.operate`."""
         if isinstance(request, OpenAgent | FinishAgent):
             return cast("AnswerT", await self.external_agents.operate(request))
         return await self.backends.operate(request)
@@ -115,7 +114,7 @@ class Node:
     def apply(self, config: NodeConfig) -> None:
         """Replace the configuration of the running node; worker counts, queue sizes and limits change at once.
 
-        `config` must differ from the present one only in the fields of `reference.LIVE`, as `plan_reload` makes it.
+        `config` may differ from the current one only in the fields of `reference.LIVE`, as ensured by `plan_reload`.
         """
         self._resources.config = config
         sizes = config.stages
@@ -132,9 +131,9 @@ class Node:
         """Check that the node would accept a job now, with `ahead` jobs accepted before it; changes nothing.
 
         Raises:
-            Draining: the node accepts no more jobs, or none of this kind, for its allocation ends.
-            UnknownHandler: the node has no handler of that name.
-            MalformedJob: the handler rejects the payload, or `examine` has found that its gold answer cannot be graded.
+            Draining: the node accepts no more jobs, or none of this kind because its allocation ends.
+            UnknownHandler: the node lacks a handler of that name.
+            MalformedJob: the handler rejects the payload, or `examine` found that its gold answer cannot be graded.
             DuplicateJob: a job with this id is live here.
             AdmissionRejected: a limit is reached.
         """
@@ -146,7 +145,6 @@ class Node:
         self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def validate(self, spec: JobSpec) -> None:
-        """Check the job itself: its handler, payload and gold answer. See `NodeApi.validate`."""
         handler = self._handlers.get(spec.instance.handler)
         if refusal := self.end.refusal(handler.name):
             raise Draining(f"{refusal}; submit to another node")
@@ -160,7 +158,6 @@ class Node:
             raise MalformedJob(str(unreadable), unreadable.path)
 
     def is_unexamined(self, spec: JobSpec) -> bool:
-        """Return whether `examine` has something to find out about a job. See `NodeApi`."""
         if self.draining:
             return False
         try:
@@ -170,12 +167,11 @@ class Node:
         return self._golds.is_unknown(handler, spec.instance.payload)
 
     async def examine(self, specs: Sequence[JobSpec]) -> None:
-        """Check the gold answers of jobs, so that `check` refuses those that cannot be graded. See `NodeApi`."""
         tasks = [(self._handlers.get(spec.instance.handler), spec.instance.payload) for spec in specs]
         await self._golds.examine(tasks, timeout_s=GOLD_CHECKS_TIMEOUT_S)
 
     async def end_examinations(self) -> None:
-        """Cut short every `examine`, and return when none is in progress. Call before the scoring processes end."""
+        """Stop every `examine`, and return when all have ended. Call before the scoring processes end."""
         await self._golds.aclose()
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
@@ -191,7 +187,6 @@ class Node:
         self._pipeline.submit(Job(spec, handler, self._resources, sink, attempt=attempt), promised=True)
 
     def room(self, session_id: str, ahead: int) -> Room:
-        """Return the room for jobs of a session, with `ahead` jobs promised a place. See `NodeApi.room`."""
         init, _run, scoring = self._pipeline.stages
         workers = self.config.stages.run_workers
         self.admission.max_queued = init.queue.capacity
@@ -216,33 +211,24 @@ class Node:
         )
 
     async def cancel(self, job_id: str, reason: str) -> None:
-        """Cancel a job; return when nothing of it is left and its outcome is delivered.
-
-        If this call is cancelled itself, the job ends all the same.
-
-        Raises:
-            UnknownJob: it is not live here (it never was, or has ended).
-        """
         job = self._pipeline.job(job_id)
         if job is None:
             raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
         await self._pipeline.cancel(job, reason)
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        """Cancel a job as `cancel` does, without waiting. Nothing happens if the job is not live here."""
         job = self._pipeline.job(job_id)
         if job is not None:
             self._pipeline.cancel_soon(job, reason)
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Return the text of one completion and the tool calls written in it. See `NodeApi.read_turn`."""
         return self._resources.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
-        """Return why a job submitted now would not be worked on; empty if it would.
+        """Return why a job submitted now would not be processed; empty if it would.
 
-        Looks at service tasks, the drain, the ledger, sandbox starts and the backends: neither a full queue nor a pause
-        counts.
+        Checks service tasks, the drain, the ledger, sandbox starts and the backends. A full queue or a pause does not
+        count.
         """
         if task := vanished_task():
             return f"the node is ending: its service task {task!r} is gone"
@@ -256,18 +242,17 @@ class Node:
 
     @property
     def uptime_s(self) -> float:
-        """Return the seconds since the node was opened."""
         return trio.current_time() - self._started_s
 
     def describe(self, name: str, read: Callable[[], object]) -> None:
-        """Add to `statistics` a part `name`: `read` is called each time and returns msgpack-ready values."""
+        """Add a part `name` to `statistics`: `read` is called each time and returns msgpack-ready values."""
         self._parts[name] = read
 
     def part(self, name: str) -> object:
         """Return one part of `statistics`.
 
         Raises:
-            KeyError: there is no part of that name.
+            KeyError: the part does not exist.
         """
         return self._parts[name]()
 
@@ -278,13 +263,12 @@ class Node:
 
     @property
     def live(self) -> int:
-        """Return the number of jobs without an outcome."""
         return len(self._pipeline)
 
     def live_jobs(self) -> list[dict[str, object]]:
         """Return live jobs as plain dicts: the fields of `observer.JobView`.
 
-        They are `MAX_SHOWN_JOBS` at most, oldest first; jobs that only wait for INIT are left out first.
+        At most `MAX_SHOWN_JOBS` are returned, oldest first; jobs that only wait for INIT are left out first.
         """
         jobs = self._pipeline.jobs()
         if len(jobs) > MAX_SHOWN_JOBS:
@@ -292,22 +276,18 @@ class Node:
         return [msgspec.structs.asdict(job.view()) for job in jobs[:MAX_SHOWN_JOBS]]
 
     def live_by_status(self) -> Counter[str]:
-        """Return the number of live jobs in each status."""
         return Counter(job.lifecycle.status for job in self._pipeline.jobs())
 
     def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
-        """Return the number of live jobs that match, and the first `limit` of these. See `NodeApi.find_jobs`."""
         jobs = self._pipeline.jobs()
         found = [job for job in jobs if matches(job.spec, job.session_id, job.lifecycle.status)]
         return len(found), [job.view() for job in found[:limit]]
 
     def find_job(self, job_id: str) -> JobView | None:
-        """Return a live job as it is now. See `NodeApi.find_job`."""
         job = self._pipeline.job(job_id)
         return None if job is None else job.view()
 
     def _check_live(self, job_id: str) -> None:
-        """Raise UnknownJob unless the job is live here."""
         if self._pipeline.job(job_id) is None:
             raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
 
@@ -317,7 +297,7 @@ class Node:
         await self._pipeline.cancel_all(reason)
 
     async def drain(self) -> None:
-        """Accept no more jobs; return when every job has its outcome. Cancels none; the caller sets the deadline."""
+        """Accept no more jobs; return when every job has its outcome. Cancels no job; the caller sets the deadline."""
         self.draining = True
         await self._outbox.wait_answered()
         await self._pipeline.wait_idle()

@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_positions: int = 0) -> ClientFinder:
     """Return a function that makes the client of a backend's URL, for the configured kind of engine.
 
-    `on_call` is called for every call of a backend. `max_positions` is the model's own longest context in tokens, 0 if
-    it is not known. A URL that `config` does not allow is not contacted: the function raises BackendError.
+    `on_call` is called for every call of a backend. `max_positions` is the model's longest context in tokens, 0 if
+    unknown. A URL that `config` does not allow is not contacted: the function raises BackendError.
 
     Raises:
-        ConfigError: there is no such kind of engine, or a configured URL is not valid, or occurs twice.
+        ConfigError: the kind of engine is unknown, or a configured URL is not valid, or occurs twice.
     """
     known = set[str]()
     for url in config.urls:
@@ -83,14 +83,14 @@ async def open_backends(
     random: Random | None = None,
     proof: ModelProof | None = None,
 ) -> AsyncIterator[Backends]:
-    """Probe the configured backends, all at once, and yield the pool with them; it is watched during the block.
+    """Probe the configured backends concurrently, and yield the pool with them; it is watched during the block.
 
-    A backend that fails is `down`, and joins when a later probe passes. So is one that is paused, also if backends are
-    `required`: a node that was killed in a policy update comes back before anybody resumes its engines. `find_client`,
-    `random` and `proof` are those of `Backends`. On leaving, calls in flight fail.
+    A backend that fails is `down`, and joins when a later probe passes. A paused backend is handled the same way, even
+    if backends are `required`: after a crash during a policy update, the node restarts before its engines are resumed.
+    `find_client`, `random` and `proof` are passed to `Backends`. On exit, calls in flight fail.
 
     Raises:
-        BackendError: backends are `required`, and one did not pass its probe.
+        BackendError: backends are `required`, and one failed its probe.
     """
     backends = Backends(
         find_client,
@@ -130,10 +130,10 @@ async def _add(backends: Backends, url: str, weight: float | None, failed: dict[
 
 @contextmanager
 def open_node_arena(config: ArenaConfig) -> Iterator[Arena | None]:
-    """Open the node's arena; yield None if the configuration turns it off.
+    """Open the node's arena; yield None if the configuration disables it.
 
     Raises:
-        ConfigError: the system does not give that memory.
+        ConfigError: the system cannot allocate that memory.
     """
     with ExitStack() as stack:
         arena = None
@@ -146,7 +146,7 @@ def open_node_arena(config: ArenaConfig) -> Iterator[Arena | None]:
 
 
 def warn_of_image(config: SandboxConfig) -> None:
-    """Log a warning if the configured image has no effect, or is not on this machine: it may be pulled later.
+    """Log a warning if the configured image is unused, or is not on this machine and may have to be pulled.
 
     Blocks on the disk.
     """
@@ -168,7 +168,7 @@ def open_node_sandboxes(
     warm = WarmLimits(
         max_warm=config.max_warm,
         max_warm_per_image=config.max_warm_per_image,
-        max_refills=max(1, config.max_concurrent_starts // 2),  # the other places are for those who wait
+        max_refills=max(1, config.max_concurrent_starts // 2),  # the remaining starts are for waiting rollouts
         max_idle_s=config.max_warm_idle_s,
     )
     return open_sandbox_host(

@@ -1,11 +1,11 @@
-"""A node from its start to its end: the parts in the order in which they need each other, reload and drain.
+"""A node from start to end: opening its parts in the order of their dependencies, reload and drain.
 
 serve_node()
 └─ service scope      backends, sandbox host, scoring processes            ends last
    └─ EVAL nursery    workers                                             third
       └─ RUN nursery  workers                                             second
          └─ INIT nursery workers                                          first
-            └─ accept nursery  listeners of the server, sessions          closed before all of them
+            └─ accept nursery  listeners of the server, sessions          closed before all others
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 DELIVERY_TIMEOUT_S: Final = 5.0
-"""Longest a shutdown waits for connected trainers to take their last outcomes."""
+"""Longest time that a shutdown waits for connected trainers to receive their last outcomes."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ SECRET: Final = ("listen.token",)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A field that differs. As a string it is `path: old -> new`; the values of a secret are not shown."""
+    """A changed field. As a string it is `path: old -> new`; the values of a secret are not shown."""
 
     path: str
     old: Any
@@ -93,7 +93,7 @@ def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
     """Compare two configurations and return the plan; changes nothing.
 
     Raises:
-        ConfigError: a value that would change live cannot be used.
+        ConfigError: a live change has a value that cannot be used.
     """
     changes = list(_changes(old, new))
     live = [change for change in changes if is_live(change.path)]
@@ -101,7 +101,7 @@ def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
     for change in live:
         config = _replaced(config, change.path.split("."), change.new)
     try:
-        msgspec.convert(msgspec.to_builtins(config), NodeConfig)  # also where no file was read
+        msgspec.convert(msgspec.to_builtins(config), NodeConfig)  # also if no file was read
     except msgspec.ValidationError as exc:
         raise ConfigError(str(exc)) from exc
     check_descriptors(config)
@@ -118,9 +118,9 @@ async def serve_reloads(
 ) -> None:
     """At each SIGHUP, call `load` in a thread, and `apply` with the fields that can change live.
 
-    `door` gets the token that the configuration has now, also if it is a file whose content alone has changed. The rest
-    stays as `current` returns it, and is logged. A file that cannot be used changes nothing, and is logged as
-    an error. Runs until cancelled, in the main thread.
+    `door` gets the current token of the configuration, even if only the content of its file has changed. All other
+    fields stay as `current` returns them, and their changes are logged. A file that cannot be used changes nothing, and
+    is logged as an error. Runs until cancelled, in the main thread.
     """
     with trio.open_signal_receiver(signal.SIGHUP) as signals:
         task_status.started()
@@ -128,7 +128,7 @@ async def serve_reloads(
             try:
                 config, token = await run_sync(_load_with_token, load)
                 plan = plan_reload(current(), config)
-            except (ConfigError, OSError) as exc:  # an OSError: a file that goes, or changes, while it is read
+            except (ConfigError, OSError) as exc:  # OSError: a file is removed or changed while it is read
                 logger.error("reload: the configuration stays as it is: %s", exc)
                 continue
             apply(plan.config)
@@ -171,24 +171,24 @@ async def serve_node(
 ) -> bool:
     """Run a node until SIGTERM or SIGINT. Must run in the main thread, for the signals.
 
-    The first signal drains, for `drain_timeout_s` at most; the second cancels all jobs. A signal before the node has
-    started just ends it. At SIGHUP, as `on_hangup` says, the node drains, too, or reloads: `load`, called in a thread,
-    reads the configuration again.
+    The first signal drains, for at most `drain_timeout_s`; the second cancels all jobs. A signal before the node has
+    started just ends it. At SIGHUP, depending on `on_hangup`, the node also drains, or reloads: `load`, called in a
+    thread, reads the configuration again.
 
-    In an allocation of Slurm's whose end is known, no drain goes beyond that end. The node begins one itself when the
-    end is near, see `drain`. That one, and one that SIGTERM begins, by which Slurm warns, last until the end in place
-    of `drain_timeout_s`.
+    In a Slurm allocation whose end is known, no drain exceeds that end. The node starts to drain by itself when the end
+    is near, see `drain`. That drain, and a drain by SIGTERM, with which Slurm warns, last until the end instead of
+    `drain_timeout_s`.
 
-    The loop that runs it gets a clock that stands while this process does not run (`use_running_clock`).
+    The clock of its loop stops while this process is suspended (`use_running_clock`).
 
     Reports the listener's (host, port) through `task_status`. Returns True if every job ended by itself and no write to
-    the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to take their outcomes. `provider`
-    replaces the sandbox provider of the configuration. With `ends_process` later signals are dropped, because the
-    process ends with the node.
+        the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to receive their outcomes.
+        `provider` replaces the sandbox provider of the configuration. With `ends_process` later signals are dropped,
+        because the process ends with the node.
 
     Raises:
-        ConfigError: the node cannot start; says what to do.
-        BackendError: backends are `required`, and one did not pass its probe.
+        ConfigError: the node cannot start; the message has a remedy.
+        BackendError: backends are `required`, and one failed its probe.
     """
     clean = True
     use_running_clock()
@@ -227,9 +227,9 @@ async def _open_whole(
     provider: SandboxProvider | None,
     starting: trio.CancelScope,
 ) -> AsyncIterator[tuple[Node, SessionTable, Monitoring, tuple[str, int]]]:
-    """Open all parts of a node, each after those it needs.
+    """Open all parts of a node in the order of their dependencies.
 
-    Cancels `starting` before jobs of former processes begin to run: from then on a signal drains them.
+    Cancels `starting` before jobs of former processes begin to run: from then on, a signal drains.
     """
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
@@ -263,7 +263,7 @@ async def _open_whole(
 
 
 async def _wait_end(signals: EndSignals, node: Node) -> int | None:
-    """Return the first signal; or None, when what is left of the node's allocation is too short for a job."""
+    """Return the first signal, or None when the rest of the node's allocation is too short for a job."""
     began: int | None = None
 
     async def wait_signal() -> None:
@@ -282,7 +282,7 @@ async def _wait_end(signals: EndSignals, node: Node) -> int | None:
 
 
 def _patience_s(node: Node, began: int | None) -> float:
-    """Return how long a drain lasts that this signal began, or, if it is None, the near end of the allocation."""
+    """Return how long a drain lasts that this signal began; None stands for the near end of the allocation."""
     left_s = node.end.left_s
     if left_s is None:
         return node.config.drain_timeout_s

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterator[SessionTable]:
-    """Open the ledger and the table of sessions; on leaving, write to disk what is not there yet.
+    """Open the ledger and the table of sessions; on exit, write all pending data to disk.
 
-    Opened before the node, so that it is closed after it. The table is empty: `recover_sessions` reads back the
+    It is opened before the node, so that it is closed after the node. The table is empty: `recover_sessions` reads the
     sessions of former processes from the ledger.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Log records as text or JSON lines, each with the job it was made for.
+"""Log records as text or JSON lines, each with its job.
 
-A record never waits for whoever reads it: records go through a bounded queue to a thread that writes them, so a full
-pipe or a slow terminal stalls no event loop. What does not fit is dropped, counted, and reported.
+Logging never waits for a reader: records pass through a bounded queue to a writer thread, so a full pipe or a slow
+terminal does not stall an event loop. Records beyond the queue's limit are dropped, counted, and reported.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LOG_FORMATS: Final = ("auto", "text", "json")
 
 MAX_QUEUED_RECORDS: Final = 10_000
 FLUSH_TIMEOUT_S: Final = 2.0
-"""Longest the end waits for what is queued to be written."""
+"""Longest wait at the end for queued records to be written."""
 MAX_ERROR_CHARS: Final = 300
 INDENT: Final = "    "
-"""Before each line of a record but its first, where logs are text."""
+"""Prefix of each line of a record except the first, in text logs."""
 _CHATTY: Final = ("trio-websocket", "urllib3", "markdown_it")
-"""Libraries whose debug records are about each frame, and may show what is in it."""
+"""Libraries whose debug records describe each frame, and may contain its data."""
 _OWN_WORDS: Final = ("sandbox", "inference", "node", "cancelled")
-"""Causes whose error is this project's own text; others may quote what a task or the policy wrote."""
+"""Causes whose error is this project's own text; others may quote text of a task or the policy."""
 
 
 class _JobContext(NamedTuple):
@@ -51,22 +51,21 @@ _job: contextvars.ContextVar[_JobContext | None] = contextvars.ContextVar("job",
 
 
 def current_job(context: contextvars.Context | None = None) -> str:
-    """Id of the job the running task works for, or the task whose context is given; empty if for none."""
+    """Return the id of the job of the running task, or of the task with the given context; empty if there is none."""
     job = _job.get() if context is None else context.get(_job)
     return "" if job is None else job.job_id
 
 
 class JobLog:
-    """Marks what is logged while a job is worked on, and writes one line when it ends. An `observer.Observer`.
+    """Tags log records with the current job, and writes one line at its end. An `observer.Observer`.
 
-    Relies on observers being called in the task that works on the job: tasks it starts inherit the mark.
+    Relies on observers being called in the job's own task: the tasks it starts inherit the tag.
     """
 
     def __init__(self) -> None:
         self._logger = logging.getLogger("prorl_trio.jobs")
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """See `Observer`."""
         if status in ("init", "run", "eval"):
             _job.set(_JobContext(job.job_id, job.session_id, status))
         elif status != "queued":
@@ -85,7 +84,6 @@ class JobLog:
         )
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """See `Observer`."""
         timing = msgspec.structs.asdict(outcome.timing)
         own_words = outcome.cause in _OWN_WORDS
         fields: dict[str, Any] = {
@@ -126,7 +124,7 @@ def open_logging(
 ) -> Iterator[None]:
     """Write every record of `level` and above to `stream` (default: standard error) inside the block.
 
-    `auto` is coloured text on a terminal and plain text elsewhere; `json` is one object a line.
+    `auto` is coloured text on a terminal and plain text elsewhere; `json` is one object per line.
     """
     target = stream or sys.stderr
     handler = _QueueHandler(_sink(log_format, target))
@@ -159,7 +157,7 @@ def _sink(log_format: LogFormat, target: TextIO) -> logging.Handler:
 
 
 class _QueueHandler(logging.Handler):
-    """Takes records in any thread, never waits; a thread of its own hands them to `sink`, in order."""
+    """Accepts records in any thread without waiting; its own thread passes them to `sink`, in order."""
 
     def __init__(self, sink: logging.Handler) -> None:
         super().__init__()
@@ -182,14 +180,14 @@ class _QueueHandler(logging.Handler):
             self._dropped += 1
 
     def flush(self) -> None:
-        """Return when what was queued so far is written, after `FLUSH_TIMEOUT_S` at most."""
+        """Return when all records queued so far are written, after at most `FLUSH_TIMEOUT_S`."""
         mark = threading.Event()
         with suppress(queue.Full):
             self._queue.put(mark, timeout=FLUSH_TIMEOUT_S)
             mark.wait(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Write what is queued, for `FLUSH_TIMEOUT_S` at most."""
+        """Write the queued records, for at most `FLUSH_TIMEOUT_S`."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=FLUSH_TIMEOUT_S)
         self._writer.join(FLUSH_TIMEOUT_S)
@@ -208,10 +206,10 @@ class _QueueHandler(logging.Handler):
 
 
 class _Text(logging.Formatter):
-    """A formatter of lines, with the job in brackets if the message does not name it.
+    """A formatter of lines, with the job in brackets if the message does not contain it.
 
-    Messages and tracebacks may quote anybody, so they are made printable, and all lines but the first are indented: no
-    text looks like another record.
+    Messages and tracebacks may quote untrusted text. So they are made printable, and all lines except the first are
+    indented, which prevents forged records.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -224,9 +222,9 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """A formatter of JSON objects, one a line, all of it printable.
+    """A formatter of JSON objects, one per line, entirely printable.
 
-    Time (UTC), level, logger and message, then what is known of the job and the event's own fields.
+    They contain time (UTC), level, logger and message, then the job's known fields and the event's own fields.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -245,6 +243,6 @@ class _Json(logging.Formatter):
             line["exception"] = record.exc_text
         try:
             encoded = msgspec.json.encode(line)
-        except UnicodeEncodeError:  # a lone surrogate: a path of the system's, say
+        except UnicodeEncodeError:  # a lone surrogate, such as in a system path
             encoded = msgspec.json.encode(portable(line))
         return printable_json(encoded.decode())

@@ -1,8 +1,8 @@
-"""The metrics of a node for Prometheus. Events feed counters; gauges are read when somebody asks.
+"""The metrics of a node for Prometheus. Events update counters; gauges are read at each scrape.
 
-Labels come from the configuration, the registries and closed enums, never from jobs: their number is bounded, and past
-`MAX_LABEL_VALUES` of one metric further ones are counted as `other`. An event costs some microseconds; a scrape
-happens in the node's loop and costs about a millisecond.
+Labels come from the configuration, the registries and closed enums, never from jobs, so their number is bounded. Beyond
+`MAX_LABEL_VALUES` of one metric, further values are counted as `other`. An event costs a few microseconds; a scrape
+runs in the node's loop and costs about a millisecond.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ if TYPE_CHECKING:
 
 
 MAX_LABEL_VALUES: Final = 1024
-"""Combinations of label values of one metric."""
+"""Maximal number of label value combinations of one metric."""
 
 WAIT_BUCKETS_S: Final = (0.001, 0.01, 0.05, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
 STAGE_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 15, 30, 60, 120, 300, 600, 1800, 3600)
 CALL_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
 
 _NO_TOOL: Final[frozenset[ToolOutcome]] = frozenset({"unknown", "malformed", "not_run"})
-"""Results of calls whose tool has no name, or one that the policy made up: it is not a label."""
+"""Results of calls whose tool lacks a name or was invented by the policy: the name is not used as a label."""
 
 _MetricT = TypeVar("_MetricT", bound="MetricWrapperBase")
 
 Read = Callable[[], Mapping[str, Any]]
 
 MAX_SERIES: Final = 10_000
-"""The most series that one watched part may show; more are cut off."""
+"""Maximal number of series of one watched part; more are cut off."""
 BOUNDS_PER_BUCKET: Final = 4
-"""Prometheus gets one bucket for so many of `LoopStalls`."""
+"""Number of buckets of `LoopStalls` combined in one bucket for Prometheus."""
 
 
 class Gauges(Collector):
-    """Reads whatever is watched. See `Metrics.watch`."""
+    """Reads the watched parts. See `Metrics.watch`."""
 
     def __init__(self) -> None:
         self._watched: dict[str, tuple[Read, str, str]] = {}
 
     def watch(self, name: str, read: Read, text: str, label: str) -> None:
-        """Show what `read` returns from now on, in place of an earlier one of the same name."""
+        """Export the result of `read` from now on, and replace an earlier part of the same name."""
         self._watched[name] = (read, text, label)
 
     def unwatch(self, name: str) -> None:
-        """Remove the part called `name`, if it is there."""
+        """Remove the part called `name`, if it exists."""
         self._watched.pop(name, None)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, as names are known only after a read; the registry then does not check for double names."""
+        """Return nothing, because names are unknown before a read; the registry then skips its check for duplicates."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of all parts, read now. Called by the registry, once a scrape."""
+        """Yield the metrics of all parts, read now. Called by the registry once per scrape."""
         for part, (read, text, label) in self._watched.items():
             yield from _families(f"prorl_{part}", read(), text, label)
 
@@ -80,7 +80,7 @@ class StallCollector(Collector):
         self._stalls = stalls
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry, once a scrape."""
+        """Called by the registry once per scrape."""
         stalls, seen = self._stalls, 0
         buckets: list[tuple[str, float]] = []
         for index, bound_s in enumerate(BOUNDS_S):
@@ -100,7 +100,7 @@ class FateCollector(Collector):
         self._fates = fates
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry, once a scrape."""
+        """Called by the registry once per scrape."""
         told = "of rollouts that began (admitted), and of these of such as completed (delivered) and others (dropped)."
         for name, text, by_fate in (
             ("prorl_rollout_duration_seconds", f"Time in RUN {told}", self._fates.run_s),
@@ -121,7 +121,7 @@ class RequestCollector(Collector):
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry, once a scrape."""
+        """Called by the registry once per scrape."""
         text = "Requests of programs, by how they were answered."
         family = CounterMetricFamily("prorl_gateway_requests", text, labels=["dialect", "result"])
         for labels, count in self._read().items():
@@ -147,7 +147,7 @@ def _families(prefix: str, values: Mapping[str, Any], text: str, label: str) -> 
 
 
 def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number below `values`, with the names on the way to it."""
+    """Yield every number below `values`, with the names on the path to it."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from _numbers(value, f"{path}_{name}" if path else str(name))
@@ -156,7 +156,7 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 class _Labelled(Generic[_MetricT]):
-    """A metric's children, found without the library's lock, and bounded."""
+    """A metric's children, found without the library's lock and limited in number."""
 
     def __init__(self, metric: _MetricT) -> None:
         self._metric = metric
@@ -172,9 +172,9 @@ class _Labelled(Generic[_MetricT]):
 
 
 class Metrics:
-    """The metrics of one node, in a registry of their own. An `observer.Observer`; not thread-safe.
+    """The metrics of one node in a separate registry. An `observer.Observer`; not thread-safe.
 
-    `watch` adds gauges of any part of the node, `render` gives what `/metrics` answers.
+    `watch` adds gauges for any part of the node; `render` returns the body of `/metrics`.
     """
 
     def __init__(self, node_id: str = "", version: str = "") -> None:
@@ -230,29 +230,29 @@ class Metrics:
         self._reward = _Labelled(Summary("prorl_reward", "Rewards given.", ("handler",), registry=registry))
 
     def watch(self, name: str, read: Read, text: str = "", *, label: str = "") -> None:
-        """Show what `read` returns, each time it is asked for, until `unwatch`.
+        """Export the result of `read` at each scrape, until `unwatch`.
 
-        `read` returns numbers by name: `{"used_bytes": 5}` becomes the gauge `prorl_NAME_used_bytes`, a name that ends
-        in `_total` a counter; nested ones are joined by `_`, what is no number is left out. With `label` there is one
-        such dict per label value: `{"init": {"busy": 3}}` becomes `prorl_NAME_busy{LABEL="init"}`. It must not raise.
-        `text` says what the part is.
+        `read` returns numbers by name: `{"used_bytes": 5}` becomes the gauge `prorl_NAME_used_bytes`, and a name that
+        ends in `_total` a counter. Nested names are joined by `_`; values that are not numbers are skipped. With
+        `label` there is one such dict per label value: `{"init": {"busy": 3}}` becomes `prorl_NAME_busy{LABEL="init"}`.
+        It must not raise. `text` describes the part.
         """
         self._gauges.watch(name, read, text, label)
 
     def unwatch(self, name: str) -> None:
-        """Forget what `watch` was told of `name`."""
+        """Remove the part added by `watch` as `name`."""
         self._gauges.unwatch(name)
 
     def watch_loop(self, stalls: LoopStalls) -> None:
-        """Show the passes of the event loop as a histogram."""
+        """Export the passes of the event loop as a histogram."""
         self.registry.register(StallCollector(stalls))
 
     def watch_fates(self, fates: Fates) -> None:
-        """Show how long rollouts were, by what became of them."""
+        """Export the durations of rollouts by fate."""
         self.registry.register(FateCollector(fates))
 
     def watch_requests(self, read: Callable[[], Mapping[tuple[str, str], int]]) -> None:
-        """Show the requests of programs; `read` returns their numbers by dialect and result."""
+        """Export the requests of programs; `read` returns their numbers by dialect and result."""
         self.registry.register(RequestCollector(read))
 
     def render(self) -> tuple[str, bytes]:
@@ -260,27 +260,25 @@ class Metrics:
         return CONTENT_TYPE_LATEST, generate_latest(self.registry)
 
     def totals(self) -> dict[str, int]:
-        """Return the jobs ended, turns taken and tokens sampled since the start, up to date with each turn."""
+        """Return the number of ended jobs, turns and sampled tokens since the start, up to date with each turn."""
         return {"jobs_ended": self._ended_total, "turns": self._turns_total, "tokens_sampled": self._tokens_total}
 
     def backend_called(self, url: str, result: str, used_s: float) -> None:
-        """Count a call of a backend that took `used_s`; `result` is of a closed set (completed, failed, ...)."""
+        """Count a call of a backend that took `used_s`; `result` belongs to a closed set (completed, failed, ...)."""
         self._calls(url, result).inc()
         self._call(url).observe(used_s)
 
     def sandbox_opened(self, provider: str, start: Start, waited_s: float) -> None:
-        """Count a sandbox that a rollout got after it had waited `waited_s`."""
+        """Count a sandbox that a rollout got after waiting `waited_s`."""
         self._sandbox(provider, start).observe(waited_s)
 
     # ------------------------------------------------------------ observer.Observer
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """See `Observer`."""
         if status == "queued":
             self._accepted(job.handler, job.priority).inc()
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
-        """See `Observer`."""
         sampled = turn.completion_end - turn.completion_start
         self._turns_total += 1
         self._tokens_total += sampled
@@ -296,7 +294,6 @@ class Metrics:
                 self._tool_calls("" if result.outcome in _NO_TOOL else call.name, result.outcome).inc()
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """See `Observer`."""
         self._ended_total += 1
         self._outcomes(job.handler, outcome.status, outcome.cause or "").inc()
         self._job(outcome.status).observe(job.age_s)
@@ -316,7 +313,7 @@ class Metrics:
                     self._breaks(segment.reason).inc()
 
     def _stages_ended(self, timing: Timing) -> None:
-        """A stage the job never came to has no time."""
+        """Record the durations of the stages that the job reached."""
         for stage, queued_s, used_s in (
             ("init", timing.queued_init_s, timing.init_s),
             ("run", timing.queued_run_s, timing.run_s),

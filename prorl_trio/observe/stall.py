@@ -1,9 +1,9 @@
-"""Loop stalls: a trio instrument that measures each pass of the event loop, and names the task that held it up.
+"""Loop stalls: a trio instrument that measures each pass of the event loop, and names the task that delayed it.
 
-While tasks run, the loop answers nobody: no socket, no deadline, no cancel. One pass is the time between two looks at
-the outside world, so it is what every other task and every peer waits. Measured on the monotonic clock, in about 0.6 us
-a step, and, in 1 us a pass, on the thread's own CPU clock: what a pass takes beside its CPU it has waited, for a core
-that others had, for the interpreter's lock, or in a blocking call. `python -m perf.node` reports both.
+While tasks run, the loop serves no socket, deadline or cancellation. One pass is the time between two polls for I/O,
+and therefore the delay for every other task and every peer. It is measured on the monotonic clock, at about 0.6 us per
+step, and on the thread's own CPU clock, at 1 us per pass. The difference is waiting: for a core, for the interpreter's
+lock, or in a blocking call. `python -m perf.node` reports both.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BOUNDS_S: Final = tuple(1e-5 * 10 ** (n / 8) for n in range(8 * 7 + 1))
-"""Upper bounds of the buckets passes are counted in: 10 us to 100 s, each 1.33 times the one before."""
+"""Upper bounds of the histogram buckets of passes: 10 us to 100 s, each 1.33 times the previous one."""
 WORST_STALLS: Final = 10
 WARN_INTERVAL_S: Final = 10.0
-"""At most one warning in so long; it says how many others there were."""
+"""Minimal interval between two warnings; each contains the number of suppressed ones."""
 WORST_FROM_S: Final = 0.001
-"""A shorter pass is not worth remembering."""
+"""Shorter passes are not recorded."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """A long pass.
 
     Attributes:
-        pass_s: how long the loop was away.
-        cpu_s: CPU that its thread had in it. Much less than `pass_s`: it waited, for a core or in a blocking call.
-        step_s: the part of it in the step of `task` that took longest. Much less than `pass_s`: many tasks ran.
+        pass_s: duration of the pass.
+        cpu_s: CPU time of its thread. If it is much less than `pass_s`, the thread waited for a core or in a blocking
+            call.
+        step_s: the longest step, in `task`. If it is much less than `pass_s`, many tasks ran.
         task: its name, and where it waits now, or that it has ended.
-        ago_s: how long since.
+        ago_s: seconds since the pass.
     """
 
     pass_s: float
@@ -56,9 +57,9 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of the loop's passes since the beginning. Percentiles are exact to a bucket (33 %).
+    """A summary of the loop's passes since the start. Percentiles are accurate to a bucket (33 %).
 
-    The `cpu_` figures are of the CPU that passes took: what the node's own work alone would make of them.
+    The `cpu_` figures show the CPU time of passes: the delay caused by the node's own work alone.
     """
 
     passes: int
@@ -71,7 +72,7 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Spread:
-    """Durations, counted by bucket of `BOUNDS_S`, and in one more what is longer than all."""
+    """Durations counted by bucket of `BOUNDS_S`, and in one more bucket for longer ones."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
@@ -94,10 +95,10 @@ class _Spread:
 
 
 class LoopStalls(trio.abc.Instrument):
-    """Add it with `trio.lowlevel.add_instrument`, or use `open_loop_stalls`. Reads are from the loop's own thread.
+    """Add it with `trio.lowlevel.add_instrument`, or use `open_loop_stalls`. Read it only from the loop's own thread.
 
     Attributes:
-        warn_s: a longer pass is logged, with the task's name; at most one warning in `WARN_INTERVAL_S`.
+        warn_s: a longer pass is logged with the task's name, at most once in `WARN_INTERVAL_S`.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class LoopStalls(trio.abc.Instrument):
         self._worst: list[tuple[float, float, float, str, float]] = []
         self._worst_from_s = WORST_FROM_S
         self._began_s = self._mark_s = clock()
-        self._running = True  # whoever makes one is running
+        self._running = True  # the creator is itself a running task
         self._longest_s = 0.0
         self._longest: trio.lowlevel.Task | None = None
         self._warned_s = -math.inf
@@ -124,7 +125,7 @@ class LoopStalls(trio.abc.Instrument):
         self._watchdog: _Watchdog | None = None
 
     def dump_after(self, dump_after_s: float) -> None:
-        """Log the loop's stack, from a thread, when a pass lasts longer than that from now on. 0: never."""
+        """From now on, log the loop's stack from a thread when a pass lasts longer than this. 0: never."""
         if self._watchdog is not None:
             self._watchdog.stop()
         self._watchdog = _Watchdog(self, dump_after_s) if dump_after_s > 0 else None
@@ -133,7 +134,7 @@ class LoopStalls(trio.abc.Instrument):
 
     @property
     def counts(self) -> list[int]:
-        """Passes by bucket of `BOUNDS_S`, and one more for what is longer than all."""
+        """Return the number of passes by bucket of `BOUNDS_S`, and in one more bucket for longer ones."""
         return self._passes.counts
 
     @property
@@ -170,14 +171,14 @@ class LoopStalls(trio.abc.Instrument):
     # ------------------------------------------------------------ for people
 
     def away_s(self) -> float:
-        """Return how long the present pass has lasted; 0 while the loop waits for the outside.
+        """Return the duration of the current pass; 0 while the loop waits for I/O.
 
         Safe from any thread.
         """
         return self._clock() - self._began_s if self._running else 0.0
 
     def report(self) -> StallReport:
-        """Return the figures so far."""
+        """Return the statistics so far."""
         now_s = self._clock()
         worst = [
             Stall(pass_s=pass_s, cpu_s=cpu_s, step_s=step_s, task=task, ago_s=now_s - at_s)
@@ -220,7 +221,10 @@ class LoopStalls(trio.abc.Instrument):
 
 
 def _describe(task: trio.lowlevel.Task) -> str:
-    """Name of the task, its job, and where it waits. Never its arguments or locals: they may be secret."""
+    """Return the name of the task, its job, and where it waits.
+
+    Arguments and locals are omitted: they may be secret.
+    """
     job_id = current_job(task.context)
     job = f" (job {job_id})" if job_id else ""
     frames = [frame for frame, _ in task.iter_await_frames()]
@@ -231,7 +235,7 @@ def _describe(task: trio.lowlevel.Task) -> str:
 
 
 class _Watchdog(threading.Thread):
-    """Says where the loop's thread is while it is stalled: afterwards nobody can tell."""
+    """Logs the stack of the loop's thread during a stall, because it is unknown afterwards."""
 
     def __init__(self, stalls: LoopStalls, after_s: float) -> None:
         super().__init__(name="stall watchdog", daemon=True)
@@ -262,7 +266,7 @@ def open_loop_stalls(warn_s: float, *, dump_after_s: float = 0.0) -> Iterator[Lo
     """Measure the running loop inside the block, which must be in its thread.
 
     Args:
-        warn_s: a longer pass is logged, with the task's name; at most one warning in `WARN_INTERVAL_S`.
+        warn_s: a longer pass is logged with the task's name, at most once in `WARN_INTERVAL_S`.
         dump_after_s: see `LoopStalls.dump_after`.
     """
     stalls = LoopStalls(warn_s)
@@ -272,5 +276,5 @@ def open_loop_stalls(warn_s: float, *, dump_after_s: float = 0.0) -> Iterator[Lo
         yield stalls
     finally:
         stalls.dump_after(0)
-        with suppress(KeyError):  # trio drops an instrument that raised
+        with suppress(KeyError):  # trio removes an instrument that raised
             trio.lowlevel.remove_instrument(stalls)

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one a job, below it one a stage, below RUN one a turn with its inference and its tools.
+"""OpenTelemetry spans: one per job, below it one per stage, below RUN one per turn with its inference and its tools.
 
-Needs the extra `otel`. When `telemetry.otlp_endpoint` is empty nothing is imported and nothing is done. Spans are sent
-by a thread of the SDK's from a bounded queue; what does not fit is dropped.
+Needs the extra `otel`. If `telemetry.otlp_endpoint` is empty, nothing is imported or executed. A thread of the SDK
+sends spans from a bounded queue; spans beyond its limit are dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S: Final = 5.0
-"""Longest the end of a node waits for spans to be sent."""
+"""Longest wait at the end of a node for spans to be sent."""
 _STAGES: Final = ("queued", "init", "ready", "run", "ran", "eval")
 
 
@@ -41,7 +41,7 @@ class _JobTrace:
 
 
 class JobSpans:
-    """Makes the spans. An `observer.Observer`. Neither tokens nor texts are attributes."""
+    """Creates the spans. An `observer.Observer`. Neither tokens nor texts are attributes."""
 
     def __init__(self, tracer: Tracer) -> None:
         from opentelemetry import trace
@@ -51,7 +51,6 @@ class JobSpans:
         self._live: dict[str, _JobTrace] = {}
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """See `Observer`."""
         live = self._live.get(job.job_id)
         if live is None:
             live = self._live[job.job_id] = _JobTrace(self._begin(job))
@@ -62,7 +61,6 @@ class JobSpans:
             live.stage = self._child(live.job, status, time.time_ns(), {"prorl.attempt": job.attempt})
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
-        """See `Observer`."""
         live = self._live.get(job.job_id)
         if live is None or live.stage is None:
             return
@@ -86,7 +84,6 @@ class JobSpans:
         span.end(end_ns)
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """See `Observer`."""
         live = self._live.pop(job.job_id, None)
         if live is None:
             return
@@ -125,9 +122,9 @@ class JobSpans:
 async def open_telemetry(
     config: TelemetryConfig, node_id: str, *, exporter: SpanExporter | None = None
 ) -> AsyncIterator[JobSpans | None]:
-    """Send spans to `config.otlp_endpoint`, or through `exporter`. None if telemetry is off.
+    """Send spans to `config.otlp_endpoint`, or through `exporter`. Yields None if telemetry is off.
 
-    On leaving, what is queued is sent, for `FLUSH_TIMEOUT_S` at most.
+    At the end, queued spans are sent, for at most `FLUSH_TIMEOUT_S`.
 
     Raises:
         ConfigError: the extra `otel` is not installed.

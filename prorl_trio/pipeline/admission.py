@@ -1,4 +1,4 @@
-"""Admission of jobs, pure: a node's load against its limits, and when to ask again."""
+"""Admission of jobs, pure: compares a node's load with its limits, and computes when to retry."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ if TYPE_CHECKING:
     from prorl_trio.config import AdmissionConfig
 
 ENDS_KEPT: Final = 128
-"""Job ends that the rate is measured over."""
+"""Number of recent job ends over which the rate is measured."""
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
 UNMEASURED_RETRY_S: Final = 2.0
-"""The wait that a submitter is told while no two jobs have ended yet."""
+"""The retry delay reported until two jobs have ended."""
 
 
 class Load(NamedTuple):
     """The load of a node when a job is submitted.
 
-    `queued` wait for INIT, `live` have no outcome yet; `queued_of_session` and `live_of_session` are those of the
-    session that submits. `undelivered` outcomes are not acknowledged, of all sessions, and have `undelivered_bytes`.
+    `queued` jobs wait for INIT, and `live` jobs lack an outcome. `queued_of_session` and `live_of_session` count
+    the submitting session's jobs. `undelivered` counts unacknowledged outcomes of all sessions, with
+    `undelivered_bytes`.
     """
 
     queued: int
@@ -34,17 +35,16 @@ class Load(NamedTuple):
 
 
 class EndRate:
-    """The rate at which jobs end, over the last of them, or over the time since then if that is longer."""
+    """The rate at which jobs end: over the last ends, or over the time since then if that is longer."""
 
     def __init__(self) -> None:
         self._ends_s: deque[float] = deque(maxlen=ENDS_KEPT)
 
     def ended(self, now_s: float) -> None:
-        """Count a job that has ended now."""
         self._ends_s.append(now_s)
 
     def wait_s(self, jobs: int, now_s: float) -> float:
-        """Return the seconds in which so many jobs are expected to end, within fixed bounds."""
+        """Return the seconds in which this number of jobs should end, within fixed bounds."""
         if len(self._ends_s) < 2:
             return UNMEASURED_RETRY_S
         each_s = (now_s - self._ends_s[0]) / len(self._ends_s)
@@ -67,7 +67,7 @@ class Admission:
         """Check that there is room for one more job; changes nothing.
 
         Raises:
-            AdmissionRejected: a limit is reached; the error says which, what is held, and when to try again.
+            AdmissionRejected: a limit is reached; the error names the limit, the load, and when to retry.
         """
         for name, held, limit in self._held(load):
             if held >= limit:
@@ -79,12 +79,12 @@ class Admission:
                 )
 
     def room(self, load: Load) -> int:
-        """Return how many jobs of that session `check` would let in now, one after the other."""
+        """Return how many jobs of that session `check` would admit now, one after the other."""
         *counts, undelivered, undelivered_bytes = (limit - held for _, held, limit in self._held(load))
         return 0 if min(undelivered, undelivered_bytes) <= 0 else max(0, min(counts))
 
     def _held(self, load: Load) -> tuple[tuple[str, int, int], ...]:
-        """Return each limit: its name, what is held of it, and itself."""
+        """Return each limit as its name, the load on it, and its value."""
         limits = self.limits
         return (
             (self._queue_name, load.queued, self.max_queued),

@@ -1,7 +1,7 @@
-"""Lengths of rollouts, in seconds and in tokens, by whether anything came of them. Pure.
+"""Lengths of rollouts, in seconds and in tokens, by whether they were delivered. Pure.
 
-A trainer that learns from what is delivered learns from the policy only where both are distributed alike: if those that
-are dropped are the long ones, it learns to be short.
+A trainer that learns from delivered rollouts learns from the policy only if both distributions are alike. If the
+dropped rollouts are the long ones, the policy learns to be short.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from bisect import bisect_left
 from typing import Final, Literal, get_args
 
 Fate = Literal["admitted", "delivered", "dropped"]
-"""`admitted` are all that began RUN; `delivered` those of them that completed; `dropped` the others: failed, timed out,
-cancelled, or run again as another attempt."""
+"""`admitted` rollouts began RUN. `delivered` ones completed. `dropped` ones failed, timed out, were cancelled, or ran
+again as another attempt."""
 
 RUN_BOUNDS_S: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0)
 TOKEN_BOUNDS: Final = (0.0, *(float(2**n) for n in range(5, 18)))
 
 
 class Distribution:
-    """Counts by size. `counts[i]` are those up to `bounds[i]`, and above the bound before; the last above all."""
+    """Counts by size.
+
+    `counts[i]` counts values above `bounds[i - 1]` and up to `bounds[i]`; the last counts all larger ones.
+    """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -26,17 +29,18 @@ class Distribution:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def count(self) -> int:
-        """Return the number of values."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Return the bound that `share` of them are within; the largest there is for those above all; 0 of none."""
+        """Return the bound that covers `share` of the values.
+
+        Above all bounds it is the largest one; without values, 0.
+        """
         left = share * self.count
         for bound, count in zip(self.bounds, self.counts, strict=False):
             left -= count
@@ -45,13 +49,13 @@ class Distribution:
         return self.bounds[-1]
 
     def figures(self) -> dict[str, float]:
-        """Return the mean, and bounds that half of the values (`p50`) and nine tenths (`p90`) are within."""
+        """Return the mean, and the bounds that cover half (`p50`) and nine tenths (`p90`) of the values."""
         mean = self.total / self.count if self.count else 0.0
         return {"mean": round(mean, 3), "p50": self.quantile(0.5), "p90": self.quantile(0.9)}
 
 
 class Fates:
-    """Both distributions, for each fate."""
+    """The distributions of seconds and tokens for each fate."""
 
     def __init__(self) -> None:
         self.run_s: dict[Fate, Distribution] = {fate: Distribution(RUN_BOUNDS_S) for fate in get_args(Fate)}
@@ -65,7 +69,7 @@ class Fates:
             self.tokens[fate].add(tokens)
 
     def statistics(self) -> dict[str, dict[str, object]]:
-        """Return for each fate the number of attempts, and the figures of their seconds in RUN and of their tokens."""
+        """Return for each fate the number of attempts, and figures of their seconds in RUN and of their tokens."""
         return {
             fate: {
                 "count": self.run_s[fate].count,

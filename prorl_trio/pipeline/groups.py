@@ -1,6 +1,6 @@
-"""Groups of rollouts that end early, pure: who is to be cancelled when enough of a group is done, or its time is over.
+"""Groups of rollouts that end early, pure: selects rollouts to cancel when a group is done or its deadline passes.
 
-Times are passed in, on one monotonic clock. A key is whatever tells groups apart (session and group id).
+Times are passed in, on one monotonic clock. A key identifies a group (session and group id).
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import GroupPolicy
 
 MAX_IDLE_GROUPS: Final = 10_000
-"""Groups remembered of which nobody is live, but not all rollouts have come. Beyond, the oldest is forgotten."""
+"""Limit of remembered groups with missing rollouts but without live ones. Beyond it, the oldest is forgotten."""
 
 J = TypeVar("J")
 
 
 class _Group(Generic[J]):
-    """Its clock, for `deadline_s`, runs while somebody of it is live and nobody of it waits in a queue."""
+    """A group whose deadline clock runs while it has live rollouts and none of its rollouts waits in a queue."""
 
     def __init__(self, policy: GroupPolicy) -> None:
         self.policy = policy
         self._used_s = 0.0
         self._since_s: float | None = None
-        """The time at which the clock began to run; None while it stands."""
+        """The time at which the clock started; None while it is stopped."""
         self._queued: set[J] = set()
         self.live: list[J] = []
         self.seen = 0
         self.completed = 0
         self.stopped = ""
-        """Why the rest was cancelled; empty as long as it is not."""
+        """Why the remaining rollouts were cancelled; empty before that."""
 
     def moved(self, member: J, now_s: float, *, queued: bool) -> None:
-        """`member` waits in a queue from now on, or does not, also as it is over."""
+        """Note whether `member` waits in a queue from now on. A rollout that ended does not."""
         (self._queued.add if queued else self._queued.discard)(member)
         if self._since_s is not None:
             self._used_s += now_s - self._since_s
         self._since_s = now_s if self.live and not self._queued else None
 
     def due_s(self) -> float | None:
-        """Return the time of its deadline if nothing changes; None: never."""
+        """Return the time of the deadline if nothing changes, or None."""
         if self.stopped or self._since_s is None or self.policy.deadline_s is None:
             return None
         return self._since_s + self.policy.deadline_s - self._used_s
 
 
 class GroupTable(Generic[J]):
-    """The groups with a policy. The policy of the first rollout accepted counts for the group.
+    """The groups with a policy. The first accepted rollout sets the group's policy.
 
-    A group is forgotten when all its `size` rollouts have come and ended: its id may then be used again.
+    A group is forgotten when all its `size` rollouts have been submitted and ended; its id can then be reused.
     """
 
     def __init__(self, max_idle: int = MAX_IDLE_GROUPS) -> None:
@@ -65,7 +65,7 @@ class GroupTable(Generic[J]):
     def accepted(self, key: Hashable, member: J, policy: GroupPolicy, now_s: float) -> str:
         """Add a new rollout, which waits in a queue, to its group; the group's first rollout sets its policy.
 
-        Returns the reason to cancel it at once if the group was stopped before; else an empty text.
+        Returns the reason to cancel the rollout at once if the group was already stopped, else an empty string.
         """
         group = self._groups.get(key)
         if group is None:
@@ -77,16 +77,16 @@ class GroupTable(Generic[J]):
         return group.stopped
 
     def moved(self, key: Hashable, member: J, now_s: float, *, queued: bool) -> None:
-        """Note that a live rollout has left a queue, or (`queued`) entered one; nothing happens for an unknown one."""
+        """Note that a live rollout left a queue, or (`queued`) entered one. An unknown rollout is ignored."""
         group = self._groups.get(key)
         if group is not None and member in group.live:
             group.moved(member, now_s, queued=queued)
 
     def ended(self, key: Hashable, member: J, now_s: float, *, completed: bool) -> tuple[list[J], str]:
-        """Remove a rollout that has ended from its group; return the rollouts to cancel now, and the reason.
+        """Remove an ended rollout from its group; return the rollouts to cancel now, and the reason.
 
-        These are the group's other live ones if this completion was the last that `min_completed` needs; else none, and
-        the reason counts for nothing. Nothing happens for an unknown rollout. A group of which all have ended may be
+        The group's other live rollouts are returned when this completion reaches `min_completed`. Otherwise the list is
+        empty and the reason meaningless. An unknown rollout is ignored. A group whose rollouts have all ended may be
         forgotten.
         """
         group = self._groups.get(key)
@@ -111,7 +111,7 @@ class GroupTable(Generic[J]):
         return rest, group.stopped
 
     def due(self, now_s: float) -> list[tuple[list[J], str]]:
-        """Stop the groups whose deadline has come; return for each its live rollouts to cancel, and the reason."""
+        """Stop the groups whose deadline has passed; return for each its live rollouts to cancel, and the reason."""
         stopped: list[tuple[list[J], str]] = []
         for group in self._groups.values():
             due_s = group.due_s()
@@ -121,7 +121,7 @@ class GroupTable(Generic[J]):
         return stopped
 
     def next_deadline_s(self) -> float | None:
-        """Return the time at which the next group is due, if any will be."""
+        """Return the time at which the next group is due, or None."""
         return min((due_s for g in self._groups.values() if (due_s := g.due_s()) is not None), default=None)
 
     def _forget(self, key: Hashable) -> None:

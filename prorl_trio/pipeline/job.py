@@ -1,4 +1,4 @@
-"""A live rollout: its spec, its status, the sandboxes that it owns, and the sinks that are told of it."""
+"""A live rollout: its spec, its status, the sandboxes that it owns, and the sinks that receive its reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import AttemptRecord, JobSpec, Outcome, Status, Turn
 
 _QUEUE: Final[dict[Status, str]] = {"queued": "init worker", "ready": "run worker", "ran": "eval worker"}
-"""Names of the workers that a job in line waits for."""
+"""The kind of worker that a queued job waits for."""
 
 
 class JobSink(Protocol):
@@ -30,23 +30,23 @@ class JobSink(Protocol):
     """
 
     session_id: str
-    """The session whose jobs these are: fairness is between sessions."""
+    """The session of these jobs; queues are fair between sessions."""
 
     def deliver(self, outcome: Outcome) -> None:
-        """Take the job's one terminal outcome. Called once for a job.
+        """Accept the job's one terminal outcome. Called once for a job.
 
-        Its token arrays may be views of the node's arena, valid until this returns: keep what was encoded, or a copy.
+        Its token arrays may be views of the node's arena, valid until this returns: store an encoded form or a copy.
         """
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
-        """Take the news that the job entered `status`. May be dropped on the way to the trainer."""
+        """Note that the job entered `status`. The report may be dropped on the way to the trainer."""
 
 
 class Job:
     """A live rollout. Owned by the pipeline from `submit` until its outcome is delivered.
 
-    `sandbox` is the agent's, which outlives a stage. `scope` is there while the job can be interrupted: in a stage, or
-    waiting to get into a queue. `used_s` is what `total_s` is charged with.
+    `sandbox` belongs to the agent and outlives a stage. `scope` is set while the job can be interrupted, in a stage or
+    while it waits for a place in a queue. `used_s` is charged against `total_s`.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Job:
         self._tell("queued", f"attempt {self.attempt}, after {failed.cause}: {failed.error}")
 
     def note_cancel(self, reason: str, code: ErrorCode) -> None:
-        """Note the reason for which the job is to end as cancelled; only the first counts. Stops nothing by itself."""
+        """Note the reason and code for which the job will end as cancelled; only the first counts. It stops nothing."""
         if self.cancel_reason is None:
             self.cancel_reason, self.cancel_code = reason, code
 
     async def release(self, timeout_s: float) -> str:
-        """End the sandbox that the job owns, shielded.
+        """Close the sandbox that the job owns, shielded.
 
-        Return its id if it did not close within `timeout_s`, else nothing: it is no longer the job's, and the sandbox
-        host goes on with it.
+        Return its id if it did not close within `timeout_s`, else an empty string. The job then no longer owns it, and
+        the sandbox host continues to close it.
         """
         sandbox, self.sandbox, self.context.sandbox = self.sandbox, None, None
         if sandbox is None:
@@ -102,39 +102,38 @@ class Job:
 
     @property
     def priority(self) -> int:
-        """Place in a stage's queue; lower goes first."""
+        """Priority in a stage's queue; lower goes first."""
         return PRIORITY[self.spec.priority]
 
     @property
     def group_key(self) -> tuple[str, str]:
-        """Group ids are the session's own."""
+        """Key of the job's group. Group ids are local to a session."""
         return self.session_id, self.spec.group_id
 
     def accepted(self, observers: Observers) -> None:
-        """Report the job as `queued` to its sink and to `observers`, which are told of its later moves as well."""
+        """Report the job as `queued` to its sink and to `observers`, which also receive all later moves."""
         self._observers = observers
         self._tell("queued", "")
         if self.lifecycle.status != "queued":
             self._tell(self.lifecycle.status, "")
 
     def move(self, to: Status, detail: str = "") -> None:
-        """Enter `to` and tell those who watch."""
+        """Enter `to` and notify the sink and all observers."""
         self.lifecycle.move(to, trio.current_time())
         self._tell(to, detail)
 
     def ended(self, outcome: Outcome) -> None:
-        """Hand the outcome to whom it is for. Once."""
+        """Deliver the outcome to the sink and the observers. Called once."""
         try:
             self.sink.deliver(outcome)
             if self._observers is not None:
                 self._observers.job_ended(self.view, outcome)
         finally:
             self.context.tokens.release()
-        self.context.on_turn = None  # it leads back here; without it the job is freed at once, not by a search
+        self.context.on_turn = None  # it refers back here; without this reference cycle the job is freed at once
         self.finished.set()
 
     def view(self) -> JobView:
-        """Return a snapshot of the job."""
         now_s = trio.current_time()
         spec, status, activity = self.spec, self.lifecycle.status, self.context.activity
         idle_s = activity.idle_s(now_s)
@@ -192,23 +191,22 @@ class Lifecycle:
     """The status of one job, and the seconds it spent in each. Callers pass the time, of one monotonic clock."""
 
     def __init__(self, now_s: float, status: Literal["queued", "ran"] = "queued") -> None:
-        """Begin with `status`: `ran` is that of a job of which EVAL alone is to be done."""
+        """Begin with `status`; `ran` is for a job that only needs EVAL."""
         self._status: Status = status
         self._entered_s = now_s
         self._spent_s: dict[str, float] = {}
 
     @property
     def status(self) -> Status:
-        """Return the job's status."""
         return self._status
 
     @property
     def terminal(self) -> bool:
-        """Return whether the job is over. A terminal status never changes."""
+        """Return whether the job has ended. A terminal status never changes."""
         return self._status in TERMINAL
 
     def age_s(self, now_s: float) -> float:
-        """Seconds since the job entered its present status."""
+        """Seconds since the job entered its current status."""
         return now_s - self._entered_s
 
     def run_s(self, now_s: float) -> float | None:
@@ -220,10 +218,10 @@ class Lifecycle:
         return may_follow(self._status, to)
 
     def move(self, to: Status, now_s: float) -> None:
-        """Enter `to` at `now_s` and charge the time since the last move to the status left.
+        """Enter `to` at `now_s` and charge the time since the last move to the previous status.
 
         Raises:
-            InternalError: `to` may not follow the present status.
+            InternalError: `to` may not follow the current status.
         """
         if not self.may_move(to):
             raise InternalError(f"a job cannot go from {self._status} to {to}")
@@ -233,7 +231,7 @@ class Lifecycle:
         self._entered_s = now_s
 
     def timing(self) -> Timing:
-        """Seconds in each status left so far."""
+        """Seconds in each completed status so far."""
         return Timing(**self._spent_s)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Observers of a node's jobs (metrics, logs, event streams, `top`), and the view of a job that they get."""
+"""Observers of a node's jobs (metrics, logs, event streams, `top`), and the view of a job that they receive."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as it is at one moment.
+    """A snapshot of a job.
 
     Attributes:
-        attempt: counted from 1; a job that is run again after a failure is the next attempt.
-        age_s: since the node took the job.
-        status_age_s: since it entered its present status.
-        turns: of the present attempt.
-        last_progress_s: since something last happened to it: a transition, a completion, a tool's result.
-        waiting_on: what it waits for at the moment (`tool bash`, `init worker`); empty while it computes.
+        attempt: counted from 1; a retry after a failure is the next attempt.
+        age_s: seconds since the node accepted the job.
+        status_age_s: seconds since it entered its current status.
+        turns: turns of the current attempt.
+        last_progress_s: seconds since its last progress: a transition, a completion, or a tool's result.
+        waiting_on: its current wait (`tool bash`, `init worker`); empty while it computes.
         agent: the name of the program that works on it; empty for our own agent.
-        other_waits: what else it waits for: other dialogues of that program.
-        stuck: it is in a stage, and nothing happened to it for longer than `stuck_after_s` of the node's config.
+        other_waits: waits of other dialogues of that program.
+        stuck: it is in a stage and has made no progress for longer than `stuck_after_s` of the node's configuration.
     """
 
     job_id: str
@@ -50,7 +50,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observer(Protocol):
-    """A listener to what happens to jobs. Synchronous, called in the node's loop: quick, and must not raise."""
+    """An observer of jobs. Synchronous, called in the node's loop: quick, and must not raise."""
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
         """Handle the job's move to `status`. Called at every transition, `queued` and the terminal one included."""
@@ -63,25 +63,23 @@ class Observer(Protocol):
 
 
 class Observers:
-    """All that watch. One that raises is dropped, loudly: watching must not end a job, let alone the node."""
+    """All observers. An observer that raises is logged and removed, because it must never end a job or the node."""
 
     def __init__(self, observers: list[Observer]) -> None:
         self.observers = observers
 
     def job_moved(self, view: Callable[[], JobView], status: Status, detail: str) -> None:
-        """See `Observer`. `view` is called only if somebody watches."""
+        """Call every observer, see `Observer`. `view` is called only if there are observers."""
         if self.observers:
             job = view()
             self._tell(lambda observer: observer.job_moved(job, status, detail))
 
     def turn_done(self, view: Callable[[], JobView], turn: Turn) -> None:
-        """See `Observer`."""
         if self.observers:
             job = view()
             self._tell(lambda observer: observer.turn_done(job, turn))
 
     def job_ended(self, view: Callable[[], JobView], outcome: Outcome) -> None:
-        """See `Observer`."""
         if self.observers:
             job = view()
             self._tell(lambda observer: observer.job_ended(job, outcome))
@@ -90,6 +88,6 @@ class Observers:
         for observer in list(self.observers):
             try:
                 call(observer)
-            except Exception:  # somebody else's code, and no reason to end a job
+            except Exception:  # foreign code, whose errors must not end a job
                 logger.exception("observer %r raised and is dropped", observer)
                 self.observers.remove(observer)

@@ -1,4 +1,4 @@
-"""Making a job's end its outcome: the one place where a failure is turned into data."""
+"""Conversion of a job's end into its outcome: the one place where a failure becomes data."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def completed(job: Job) -> Outcome:
 
 
 def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) -> Outcome:
-    """The outcome of a job that was cancelled, or that `failure` ended in `stage`.
+    """Return the outcome of a job that was cancelled, or that `failure` ended in `stage`.
 
     Raises:
-        InternalError: that is what it was. It is not data: it flies on.
+        InternalError: `failure` contains one. A bug is never turned into data.
     """
     while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
         failure = failure.exceptions[0]
@@ -73,7 +73,7 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
 
 
 def _gradable(job: Job) -> dict[str, Any]:
-    """Return what the handler needs to grade the rollout again."""
+    """Return the handler's data for grading the rollout again."""
     try:
         return job.handler.gradable(job.context)
     except Exception:  # a plug-in's hook must not end the node
@@ -89,11 +89,11 @@ def raise_bugs(failure: BaseException | None) -> None:
 
 
 def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
-    """Return the error that ends the job: `failure`, or an `AgentFault` if the policy brought it about.
+    """Return the error that ends the job: `failure`, or an `AgentFault` if the policy caused it.
 
-    Before the policy has acted, nothing is its doing. Afterwards it is: a sandbox that was ended from inside, and
-    whatever one that the policy has used does not do (`prorl_trio.sandbox.use`). The same error in a sandbox that it
-    has not used is the handler's, or the infrastructure's.
+    The policy causes nothing before it has acted. Afterwards it is responsible for a sandbox that was ended from
+    inside, and for any failure of a sandbox that it has used (`prorl_trio.sandbox.use`). In an unused sandbox, the same
+    error is blamed on the handler or the infrastructure.
     """
     lost = isinstance(failure, SandboxLost) and failure.from_inside
     if not has_acted or not (lost or is_spoilt(failure)):
@@ -106,7 +106,7 @@ def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
 def _reward(job: Job, error: RolloutError) -> float | None:
     """Return the reward of a job that was not completed.
 
-    None, unless the policy ended the job, by a fault or by its spending.
+    It is None unless the policy ended the job, by a fault or by using up its budget.
     """
     if isinstance(error, AgentFault):
         return error.reward
@@ -114,7 +114,7 @@ def _reward(job: Job, error: RolloutError) -> float | None:
 
 
 def finalise(job: Job, draft: Outcome) -> Outcome:
-    """Return the outcome after the handler's `final_result`. If that raises, the job has failed by its handler."""
+    """Return the outcome after the handler's `final_result`. If that raises, the job fails because of its handler."""
     try:
         return job.handler.final_result(job.context, draft)
     except Exception as exc:  # a plug-in's hook must not end the node
@@ -130,10 +130,10 @@ def finalise(job: Job, draft: Outcome) -> Outcome:
 
 
 def check_evaluation(job: Job, evaluation: Any) -> Evaluation:
-    """Return `evaluation`, which the handler's `eval` returned, if it is a score.
+    """Return the result of the handler's `eval` if it is a valid score.
 
     Raises:
-        EvaluationError: it is none (`evaluator_malformed`).
+        EvaluationError: it is not valid (`evaluator_malformed`).
     """
     what = f"handler {job.handler.name} returned"
     reward: Any = getattr(evaluation, "reward", None)
@@ -152,10 +152,7 @@ def check_evaluation(job: Job, evaluation: Any) -> Evaluation:
 
 
 def retry_after(job: Job, draft: Outcome) -> tuple[AttemptRecord, float] | None:
-    """Return the record of this attempt and the seconds to wait, if a job that ended with `draft` is run again.
-
-    None if it is not.
-    """
+    """Return the record of this attempt and the seconds until the retry; None if `draft` does not allow a retry."""
     policy = job.spec.retry
     if (
         draft.status not in ("failed", "timed_out")
@@ -174,15 +171,15 @@ def retry_after(job: Job, draft: Outcome) -> tuple[AttemptRecord, float] | None:
         error=draft.error,
         timing=draft.timing,
     )
-    doublings = min(job.attempt - 1, 10)  # beyond, the cap holds whatever the policy's back-off
+    doublings = min(job.attempt - 1, 10)  # beyond that, the cap applies to every back-off
     return record, min(MAX_BACKOFF_S, policy.backoff_s * 2.0**doublings)
 
 
 def _classify(job: Job, stage: Stage, failure: BaseException) -> RolloutError:
-    """Name the cause: the error's own, or whoever's code it was; the handler has the last word."""
+    """Determine the cause: the error's own, else the owner of the failing code. The handler has the last word."""
     causes = [blame(leaf, has_acted=bool(job.context.turns)) for leaf in leaves(failure)]
     if all(isinstance(cause, RolloutError) for cause in causes) or len(causes) == 1:
-        # Of several at once, one that is not the policy's doing: it may have brought about the others.
+        # Of concurrent errors, prefer one that the policy did not cause: it may have caused the others.
         failure = next((cause for cause in causes if not isinstance(cause, AgentFault)), causes[0])
     if not isinstance(failure, RolloutError):
         logger.error("job %s, stage %s", job.spec.job_id, stage, exc_info=failure)

@@ -1,7 +1,7 @@
 """The INIT, RUN and EVAL stages: for each a nursery, a worker pool and a bounded, fair priority queue.
 
-A job travels through the stages as data; what it owns (its sandbox) is owned by the service scope and handed along.
-Whatever ends a job in a stage comes to `_run_stage`; `outcomes` makes the job's one `Outcome` of it.
+A job travels through the stages as data. The service scope owns the job's sandbox, which is passed from stage to stage.
+Every end of a job in a stage reaches `_run_stage`, and `outcomes` turns it into the job's one `Outcome`.
 """
 
 from __future__ import annotations
@@ -43,50 +43,49 @@ if TYPE_CHECKING:
 
 
 CLEANUP_TIMEOUT_S: Final = 30.0
-"""Longest a job's end may take to close its sandbox, whatever else is going on."""
+"""Longest time in which a job's end may close its sandbox."""
 SHUTDOWN_REASON: Final = "the node is shutting down"
 
 
-# Naming jobs that are stuck, loudly.
+# Logs jobs that are stuck.
 #
-# trio ends a task only where it waits: code that blocks, or shields itself for ever, cannot be ended from outside, so
-# it is named, with its job, as what holds a worker up.
+# trio can end a task only at a checkpoint. Code that blocks, or shields itself without end, cannot be stopped from
+# outside, so the log names it, with its job, as the cause of a blocked worker.
 
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S: Final = 5.0
-"""Time between two looks, and so the time that a job may take to answer a cancel, or the end of a budget, before it is
-named."""
+"""Interval between two checks, and so the time that a job has to react to a cancel or to the end of its budget."""
 
 KEPT: Final = 512
-"""Durations of one kind that are remembered, the latest ones."""
+"""Number of recent durations remembered for each kind."""
 SHARE: Final = 0.99
 
 
 class Durations:
-    """The durations of jobs that came to their own end. A kind is a handler's name, so there are few."""
+    """Durations of jobs that ended by themselves. A kind is a handler's name, so there are few kinds."""
 
     def __init__(self) -> None:
         self._took_s: dict[str, deque[float]] = {}
 
     def ended(self, kind: str, took_s: float) -> None:
-        """Count a job, with its waits in queues."""
+        """Count a job; `took_s` includes its time in queues."""
         self._took_s.setdefault(kind, deque(maxlen=KEPT)).append(took_s)
 
     def p99_s(self, kind: str) -> float:
-        """Return the 99th percentile of a kind, by nearest rank; the longest of all kinds while none of it has ended.
+        """Return the 99th percentile of a kind, by nearest rank.
 
-        0 while no job has ended.
+        While no job of this kind has ended, it is the longest percentile of all kinds, or 0.
         """
         took_s = self._took_s.get(kind)
         return self.longest_p99_s() if took_s is None else _p99_s(took_s)
 
     def longest_p99_s(self) -> float:
-        """Return the 99th percentile of the kind that has the longest; 0 while no job has ended."""
+        """Return the longest 99th percentile of all kinds; 0 while no job has ended."""
         return max(map(_p99_s, self._took_s.values()), default=0.0)
 
     def shortest_p99_s(self) -> float:
-        """Return the 99th percentile of the kind that has the shortest; 0 while no job has ended."""
+        """Return the shortest 99th percentile of all kinds; 0 while no job has ended."""
         return min(map(_p99_s, self._took_s.values()), default=0.0)
 
 
@@ -95,9 +94,10 @@ def _p99_s(took_s: deque[float]) -> float:
 
 
 async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATCH_INTERVAL_S) -> None:
-    """Log each stuck job once, for ever: nothing happened to it for `stuck_after_s`, or it does not answer its cancel.
+    """Log each stuck job once; runs until cancelled.
 
-    It cannot see the loop itself blocked: that is `stall`'s.
+    A job is stuck without progress for `stuck_after_s`, or if it does not react to its cancel. A blocked loop is not
+    detected here but by `stall`.
     """
     watch = _Watch(interval_s)
     while True:
@@ -106,10 +106,10 @@ async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATC
 
 
 class _Watch:
-    """The jobs that the last look found unwell.
+    """The stuck jobs that the last check found.
 
-    It holds no others from look to look: thousands that ended meanwhile would be freed at once at the next one, and the
-    loop would stand still for that.
+    It holds no other jobs between checks. Otherwise thousands of ended jobs would be freed at once, and would block the
+    loop.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -118,7 +118,7 @@ class _Watch:
         self._named: set[Job] = set()
 
     def look(self, live: set[Job]) -> None:
-        """Name those of the live jobs that are stuck, and were not named yet."""
+        """Log live jobs that are stuck and were not logged before."""
         unanswered = {job for job in live if job.scope is not None and job.scope.cancel_called}
         stuck = {job for job in live if job.stuck}
         self._named &= live
@@ -144,12 +144,12 @@ class _Watch:
 
 
 class BeginLimit:
-    """Counts, for each session, what its trainer has ahead of a rollout that begins now.
+    """Counts, for each session, the rollouts that its trainer will consume before a rollout that begins now.
 
-    A trainer that takes `B` rollouts for each policy update, oldest first, comes to one with `n` ahead of it after
-    `n // B` updates. So with a bound of `S` updates one more may begin where fewer than `(S + 1) * B` are ahead: those
-    that run, and those that ended well and were not taken, of which each update takes `B`. What is dropped never
-    counts.
+    A trainer that consumes `B` rollouts per policy update, oldest first, reaches a rollout with `n` ahead after `n //
+    B` updates. With a bound of `S` updates a rollout may therefore begin while fewer than `(S + 1) * B` are ahead.
+    Running rollouts count, and delivered ones that were not consumed; each update consumes `B`. Dropped rollouts never
+    count.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class BeginLimit:
         return f"<BeginLimit {self._running.total()} running, {self._waiting.total()} to be taken>"
 
     def may_begin(self, session: str, max_staleness: int, per_update: int) -> bool:
-        """Return whether one more rollout may begin; `per_update` is `B`, 0 for no limit."""
+        """Return whether one more rollout may begin; `per_update` is `B`, and 0 means no limit."""
         ahead = self._running[session] + self._waiting[session]
         return not per_update or ahead < (max_staleness + 1) * per_update
 
@@ -169,19 +169,19 @@ class BeginLimit:
         self._running[session] += priority == "train"
 
     def ended(self, session: str, priority: str = "train", *, delivered: bool) -> None:
-        """Note the end of a rollout that ran; `delivered`: its trainer will take it."""
+        """Note the end of a rollout that ran; `delivered` means that its trainer will consume it."""
         self._running[session] -= priority == "train"
         self._waiting[session] += delivered and priority == "train"
 
     def updated(self, per_update: int) -> None:
-        """Count an update of the policy: each session has used up to `per_update` waiting rollouts (0: all)."""
+        """Count a policy update: each session has consumed up to `per_update` waiting rollouts (0: all)."""
         left = {session: n - per_update for session, n in self._waiting.items() if n > per_update}
         self._waiting = Counter(left if per_update else {})
         self._running = +self._running
 
 
 def may_begin(limit: BeginLimit, job: Job) -> bool:
-    """Return whether the job can keep its bound on staleness, as far as is known before it begins."""
+    """Return whether the job can meet its bound on staleness, as far as that is known before it begins."""
     agent, backends = job.resources.config.agent, job.resources.backends
     bound = agent.staleness_bound(job.spec)
     if bound is None:
@@ -193,13 +193,13 @@ def may_begin(limit: BeginLimit, job: Job) -> bool:
 
 
 class Pipeline:
-    """Takes jobs, delivers outcomes. Use `open_pipeline`."""
+    """Accepts jobs and delivers outcomes. Use `open_pipeline`."""
 
     def __init__(
         self, resources: Resources, sandboxes: SandboxHost, service: trio.Nursery, observers: Sequence[Observer] = ()
     ) -> None:
         self.observers: list[Observer] = list(observers)
-        """Told of every job; may be added to and removed from at any time."""
+        """Observers of every job, which may be added and removed at any time."""
         self._watch = Observers(self.observers)
         self.admission = Admission(resources.config.admission, resources.config.stages.init_queue)
         self._sandboxes = sandboxes
@@ -209,7 +209,7 @@ class Pipeline:
         self._groups: GroupTable[Job] = GroupTable()
         self._groups_changed = trio.Event()
         self._retries: trio.Nursery | None = None
-        """The nursery in which jobs wait for their next attempt; None when there will be none any more."""
+        """The nursery in which jobs wait for their next attempt; None once retries have stopped."""
         self._idle = trio.Event()
         self._idle.set()
         self._outcomes: dict[TerminalStatus, int] = {"completed": 0, "failed": 0, "cancelled": 0, "timed_out": 0}
@@ -269,23 +269,21 @@ class Pipeline:
         return len(self._jobs)
 
     def job(self, job_id: str) -> Job | None:
-        """The live job of that id, if there is one."""
         return self._jobs.get(job_id)
 
     def load_of(self, session_id: str) -> tuple[int, int]:
-        """Jobs of that session that wait for INIT, and all of its live ones."""
+        """Return how many jobs of that session wait for INIT, and how many are live."""
         return self.stages[0].queue.count(session_id), self._live_of[session_id]
 
     def jobs(self) -> list[Job]:
-        """Every live job, oldest first."""
         return list(self._jobs.values())
 
     def submit(self, job: Job, *, promised: bool = False) -> None:
-        """Take the job; one that was promised a place also beyond the capacity of its first stage's queue.
+        """Accept the job; a `promised` job may exceed the capacity of its first stage's queue.
 
         Raises:
-            Draining: the workers are gone, or going; nothing was taken.
-            trio.WouldBlock: that queue is full; nothing was taken.
+            Draining: the workers have stopped or are stopping; the job was not accepted.
+            trio.WouldBlock: the queue is full; the job was not accepted.
         """
         if self._retries is None:
             raise Draining("the node has ended; submit to another one")
@@ -307,9 +305,9 @@ class Pipeline:
         return self.stages[0 if job.spec.recorded is None else -1]
 
     async def cancel(self, job: Job, reason: str, code: ErrorCode = "cancelled") -> None:
-        """Cancel the job wherever it is, and return when nothing of it is left and its outcome is delivered.
+        """Cancel the job in any state, and return when it holds no resources and its outcome is delivered.
 
-        If this call is itself cancelled, the job ends all the same.
+        If this call is itself cancelled, the job still ends.
         """
         self.cancel_soon(job, reason, code)
         await job.finished.wait()
@@ -325,21 +323,20 @@ class Pipeline:
             self._service.start_soon(self._end_queued, job, name=f"cancel {job.spec.job_id}")
 
     async def cancel_all(self, reason: str) -> None:
-        """Cancel every live job; return when they are over."""
+        """Cancel every live job; return when all have ended."""
         for job in self.jobs():
             self.cancel_soon(job, reason, "shutdown")
         await self.wait_idle()
 
     async def wait_idle(self) -> None:
-        """Return when no job is live."""
         await self._idle.wait()
 
     def resize(self, stage: Stage, workers: int) -> None:
-        """Have so many workers in `stage` from now on; those that are too many end after their job."""
+        """Set the number of workers in `stage`; surplus workers stop after their job."""
         next(s for s in self.stages if s.name == stage).resize(workers)
 
     def statistics(self) -> dict[str, object]:
-        """Live figures: per stage queued, busy and workers; outcomes by status; tokens; prefix breaks."""
+        """Return live figures: per stage queued, busy and workers; outcomes by status; tokens; prefix breaks."""
         return {
             "jobs": len(self._jobs),
             "stages": {stage.name: stage.statistics() for stage in self.stages},
@@ -353,13 +350,13 @@ class Pipeline:
     # ------------------------------------------------------------ stages
 
     async def _run_stage(self, index: int, job: Job) -> None:
-        """Take `job` through the stage and pass it on, or end it. The one place where failure becomes data."""
+        """Run `job` through the stage and pass it on, or end it. The one place where failure becomes data."""
         stage, context = self.stages[index], job.context
         failure: BaseException | None = None
         started_s = trio.current_time()
         budget = stage.budget(job)
         try:
-            # The scope is there before the job shows itself in the stage, so that a cancel always finds one or other.
+            # The scope exists before the job appears in the stage, so that a cancel always finds one of both.
             with trio.CancelScope(deadline=started_s + budget.seconds) as job.scope:  # noqa: ASYNC912 - `work` has one
                 if job.cancel_reason is not None:
                     job.scope.cancel()
@@ -394,9 +391,9 @@ class Pipeline:
         await self._queued(job, after, caught=job.scope.cancelled_caught)
 
     async def _queued(self, job: Job, stage: WorkStage, *, caught: bool) -> None:
-        """The wait for a place in a queue is over, by success or by a cancel."""
+        """Handle the end of a wait for a place in a queue, by success or by a cancel."""
         job.scope = None
-        # A cancel that came when the wait was already over is noticed here: the job is queued, so it must come out.
+        # A cancel that arrived after the wait is noticed here: the job is queued and must be removed.
         if caught or (job.cancel_reason is not None and stage.queue.remove(job)):
             await self._end_queued(job)
 
@@ -411,7 +408,7 @@ class Pipeline:
         await job.handler.init(job.context)
 
     def _with_agent(self, job: Job, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec of a sandbox with the agent of a preset in it, where its provider has layers."""
+        """Return the sandbox spec, extended by the agent of a preset if the provider supports layers."""
         agent = job.spec.agent
         if not isinstance(agent, AgentProgram) or not agent.preset:
             return spec
@@ -425,7 +422,7 @@ class Pipeline:
         return msgspec.structs.replace(spec, layers=(*spec.layers, str(folder)))
 
     async def _reserve_tokens(self, job: Job) -> RolloutTokens:
-        """Room for the longest trajectory the job can have: a full arena holds up new jobs, not running ones."""
+        """Reserve memory for the job's longest possible trajectory. A full arena delays new jobs, not running ones."""
         resources = job.resources
         tokens, at_most_s = resources.max_trajectory_tokens(job.spec), resources.config.arena.room_timeout_s
         with job.context.standing_in_line("arena room", "handler", at_most_s=at_most_s):
@@ -452,7 +449,7 @@ class Pipeline:
     # ------------------------------------------------------------ ends
 
     async def _conclude(self, job: Job, draft: Outcome) -> None:
-        """The attempt is over without success: run the job again if its policy says so, else end it."""
+        """Handle the end of an unsuccessful attempt: retry the job if its policy allows, else end it."""
         retry = retry_after(job, draft) if self._retries is not None else None
         if retry is None:
             await self._end(job, finalise(job, draft))
@@ -481,7 +478,7 @@ class Pipeline:
             raise
 
     async def _cut_off(self, job: Job, stage: Stage | None) -> None:
-        """The task that had the job is cancelled: the node is going down."""
+        """End a job whose task was cancelled by the node's shutdown."""
         job.note_cancel(SHUTDOWN_REASON, "shutdown")
         job.scope = None
         await self._end(job, finalise(job, not_completed(job, None, stage)))
@@ -491,22 +488,22 @@ class Pipeline:
         await self._end(job, finalise(job, not_completed(job, None, None)))
 
     async def cancel_queued(self) -> None:
-        """End every job still queued as cancelled. For the shutdown, when no worker is left."""
+        """End every queued job as cancelled. For the shutdown, when all workers have stopped."""
         for job in self.jobs():
             if any(stage.queue.remove(job) for stage in self.stages):
                 await self._end_queued(job)
 
     async def _release(self, job: Job) -> None:
-        """Release what the job owns. Whatever happens, this runs to its end.
+        """Release the job's resources; never interrupted.
 
-        A sandbox that takes too long ends no other job: the machine may have stood still.
+        A sandbox that is slow to close must not fail other jobs: the machine may have been suspended.
         """
         overdue = await job.release(CLEANUP_TIMEOUT_S)
         if overdue:
             logger.error("%r ends before its sandbox %s has closed", job, overdue)
 
     async def _end(self, job: Job, outcome: Outcome) -> None:
-        """Release what the job owns, then deliver. Whatever happens, this runs to its end."""
+        """Release the job's resources, then deliver the outcome; never interrupted."""
         await self._release(job)
         job.move(outcome.status, outcome.error)
         outcome = msgspec.structs.replace(outcome, timing=job.lifecycle.timing())
@@ -517,7 +514,7 @@ class Pipeline:
         self.admission.rate.ended(trio.current_time())
         job.ended(outcome)
         self._outcomes[outcome.status] += 1
-        if outcome.status in ("completed", "timed_out"):  # else it may have been short for want of something
+        if outcome.status in ("completed", "timed_out"):  # another status may have ended it early
             self.durations.ended(job.spec.instance.handler, sum(msgspec.structs.astuple(outcome.timing)))
         if outcome.trajectory is not None:
             self._tokens_sampled += sum(t.completion_end - t.completion_start for t in outcome.trajectory.turns)
@@ -532,7 +529,7 @@ class Pipeline:
             self._idle.set()
 
     def _count(self, job: Job, *, delivered: bool) -> None:
-        """An attempt is over. One that never came to RUN has no length."""
+        """Count the end of an attempt. An attempt that never reached RUN is not measured."""
         if (run_s := job.lifecycle.run_s(trio.current_time())) is not None:
             self._begins.ended(job.session_id, job.spec.priority, delivered=delivered)
             self.backends_changed(updated=False)
@@ -548,7 +545,7 @@ class Pipeline:
         self._group_moved(job)
 
     def _group_moved(self, job: Job) -> None:
-        """Its group's deadline does not count the time in queues."""
+        """Update the group's deadline, which excludes time in queues."""
         if job.spec.group is not None:
             queued = job.lifecycle.status in LINES
             self._groups.moved(job.group_key, job, trio.current_time(), queued=queued)
@@ -559,7 +556,7 @@ class Pipeline:
             self.cancel_soon(job, why, "early_stop")
 
     async def _watch_groups(self) -> None:
-        """Cancel what is left of groups whose deadline has come, for ever."""
+        """Cancel the remaining rollouts of groups whose deadline has passed; runs until cancelled."""
         while True:
             self._groups_changed = trio.Event()
             for rest, why in self._groups.due(trio.current_time()):
@@ -577,11 +574,11 @@ async def open_pipeline(
 ) -> AsyncIterator[Pipeline]:
     """Start the workers: an EVAL nursery around a RUN nursery around an INIT nursery.
 
-    On leaving the block the INIT workers are cancelled first, then RUN, then EVAL; jobs they hold end as `cancelled`,
-    and so do those still queued. To drain, `wait_idle` before leaving.
+    On exit the INIT workers are cancelled first, then RUN, then EVAL. Their jobs and all queued jobs end as
+    `cancelled`. To drain, call `wait_idle` before leaving.
     """
     pipeline = Pipeline(resources, sandboxes, service, observers)
-    if resources.backends is not None:  # in tests of the pipeline alone there are none
+    if resources.backends is not None:  # tests of the pipeline alone have none
         resources.backends.subscribe(pipeline.backends_changed)
     try:
         async with open_single_nursery() as eval_nursery:

@@ -1,6 +1,6 @@
-"""A bounded queue between stages, and the order in which it is served.
+"""A bounded queue between stages, and its order.
 
-That is by class, fairly between sessions, and first come first served in each.
+It is served by priority, fairly between sessions, and first come first served within a session.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ T = TypeVar("T")
 class StageQueue(Generic[T]):
     """A bounded, fair, cancel-safe queue with removal.
 
-    Nothing is lost: `get` takes as its last step, and a task that was woken is past the point where it can be
-    cancelled, so no wake-up is swallowed.
+    Nothing is lost: `get` takes its item as the last step, and a woken task can no longer be cancelled, so every
+    wake-up is used.
 
-    `put` waits while `capacity` items are queued; `put_nowait` raises `trio.WouldBlock` instead. `remove` takes a
-    queued item out, wherever it is. `weight_of` says what share of the turns a session has, see `FairOrder`. `ready`
-    says whether an item may be taken; `recheck` that this may have changed.
+    `put` waits while `capacity` items are queued; `put_nowait` raises `trio.WouldBlock` instead. `remove` removes an
+    item at any place. `weight_of` returns a session's share of the turns, see `FairOrder`. `ready` returns whether an
+    item may be taken; call `recheck` when that may have changed.
     """
 
     def __init__(
@@ -45,21 +45,20 @@ class StageQueue(Generic[T]):
         return len(self._order)
 
     def count(self, session: str) -> int:
-        """Items of that session that are queued."""
         return self._order.count(session)
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity. What is queued beyond a smaller one stays; a larger one lets in who waits for room."""
+        """Change the capacity. Items beyond a smaller capacity stay; a larger one admits waiting `put` calls."""
         if capacity < 1:
             raise ValueError(f"capacity must be >= 1, got {capacity}")
         self.capacity = capacity
         self._putters.unpark(count=max(0, capacity - len(self)))
 
     def put_nowait(self, item: T, priority: int, session: str = "", *, promised: bool = False) -> None:
-        """Queue `item`; a lower `priority` is taken first, and of one priority the sessions take turns, by weight.
+        """Queue `item`. Lower `priority` goes first; within a priority, sessions take turns by weight.
 
         Raises:
-            trio.WouldBlock: the queue is full, and no place in it was promised.
+            trio.WouldBlock: the queue is full, and the item was not `promised` a place.
         """
         if len(self) >= self.capacity and not promised:
             raise trio.WouldBlock
@@ -67,29 +66,29 @@ class StageQueue(Generic[T]):
         self._getters.unpark()
 
     async def put(self, item: T, priority: int, session: str = "") -> None:
-        """Queue `item`, waiting for room. Cancelled: the item is not queued."""
+        """Queue `item`, waiting for room. If cancelled, the item is not queued."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        # No checkpoint where there is room: nobody can take it between this look and `put_nowait`.
+        # No checkpoint if there is room: another task could take the place before `put_nowait`.
         while len(self) >= self.capacity:
             await self._putters.park()
         self.put_nowait(item, priority, session)
 
     async def get(self) -> T:
-        """Take the first item that is ready, waiting for one. Cancelled: nothing is taken."""
+        """Take the first item that is ready, waiting for one. If cancelled, no item is taken."""
         await trio.lowlevel.checkpoint()
         while (item := self._order.pop_ready(self._ready)) is None:
             await self._getters.park()
-        # From here on nothing waits: a cancel between taking the item and returning it would lose it.
+        # No checkpoint from here on: a cancel between taking the item and returning it would lose the item.
         self._make_room()
         return item
 
     def recheck(self) -> None:
-        """Wake all that wait to get an item, as items may be ready now."""
+        """Wake all tasks that wait for an item, as items may be ready now."""
         if len(self):
             self._getters.unpark_all()
 
     def remove(self, item: T) -> bool:
-        """Take `item` out if it is queued, and say whether it was."""
+        """Remove `item` if it is queued, and return whether it was."""
         if not self._order.remove(item):
             return False
         self._make_room()
@@ -103,13 +102,13 @@ class StageQueue(Generic[T]):
 class FairOrder(Generic[T]):
     """A queue in which sessions share the turns by their weights (stride scheduling).
 
-    Lower `priority` goes first. Among the sessions of a priority each has its share of the turns, however many items it
-    has waiting: twice the weight, twice the turns. Items are told apart by identity; each may be in here once.
+    Lower `priority` goes first. Within a priority each session gets its share of the turns, however many items it has
+    waiting: twice the weight, twice the turns. Items are compared by identity; each may be queued once.
 
-    A session that has an item waiting is served after, of each other session, as many items as that one's weight is
-    times its own, and one more. Of equal weights, one each in turn. Nothing is gained by leaving and coming back.
+    A session's waiting item is served after at most `w / own weight + 1` items of each other session of weight `w`.
+    With equal weights, sessions alternate. A session gains nothing by leaving and returning.
 
-    `weight_of` is asked each time a session is given its next turn; 1 for all without.
+    `weight_of` is called whenever a session gets its next turn; without it, every weight is 1.
     """
 
     def __init__(self, weight_of: Callable[[str], float] | None = None) -> None:
@@ -121,31 +120,30 @@ class FairOrder(Generic[T]):
         return len(self._where)
 
     def count(self, session: str) -> int:
-        """Items of that session, of all priorities."""
         return sum(len(of.lines[session].items) for of in self._classes.values() if session in of.lines)
 
     def push(self, item: T, priority: int, session: str) -> None:
-        """Add an item at the end of its session's line. Raises ValueError if it is in here."""
+        """Add an item at the end of its session's line. Raises ValueError if it is already queued."""
         if id(item) in self._where:
             raise ValueError(f"{item!r} is queued already")
         self._where[id(item)] = (priority, session)
         of = self._classes.setdefault(priority, _Class())
-        # A session that comes back begins at the present turn: time in which it had nothing waiting earns it nothing.
+        # A returning session begins at the current turn: idle time earns it nothing.
         if session not in of.lines:
             of.lines[session] = _Line(of.next_turn(self._weight_of(session)))
         of.lines[session].items[id(item)] = item
 
     def pop(self) -> T:
-        """Take the item that is next. Raises IndexError if there is none."""
+        """Take the next item. Raises IndexError if the queue is empty."""
         item = self.pop_ready(lambda _: True)
         if item is None:
             raise IndexError("nothing is queued")
         return item
 
     def pop_ready(self, ready: Callable[[T], bool]) -> T | None:
-        """Take the next item of which `ready` says that it may go; None if there is none.
+        """Take the next item for which `ready` returns True, or return None.
 
-        Within a session and a priority no item overtakes one that may not go.
+        Within a session and a priority, an item never overtakes an unready item.
         """
         for priority in sorted(self._classes):
             of = self._classes[priority]
@@ -156,9 +154,9 @@ class FairOrder(Generic[T]):
         return None
 
     def pop_chosen(self, choose: Callable[[Iterable[T]], T | None]) -> T | None:
-        """Take the item that `choose` returns of the first session, in turn, of which it returns one; None if of none.
+        """Take the first item that `choose` returns, asking the sessions in turn, or return None.
 
-        It is given the waiting items of a session and a priority, in order: it may pass over some.
+        `choose` gets the waiting items of one session and priority, in order, and may pass over some.
         """
         for priority in sorted(self._classes):
             of = self._classes[priority]
@@ -178,7 +176,7 @@ class FairOrder(Generic[T]):
         return item
 
     def remove(self, item: T) -> bool:
-        """Take `item` out if it is in here, and say whether it was."""
+        """Remove `item` if it is queued, and return whether it was."""
         place = self._where.pop(id(item), None)
         if place is None:
             return False
@@ -196,7 +194,7 @@ class FairOrder(Generic[T]):
 
 
 class _Line(Generic[T]):
-    """A session's waiting items, and the time of its next turn. Empty only while it is changed."""
+    """A session's waiting items, and the time of its next turn. Empty only during a change."""
 
     __slots__ = ("items", "turn")
 
@@ -206,14 +204,13 @@ class _Line(Generic[T]):
 
     @property
     def first(self) -> T:
-        """Return the item that came first."""
         return next(iter(self.items.values()))
 
 
 class _Class(Generic[T]):
-    """The sessions of one priority. Its `time` is the turn that was served last; none is earlier.
+    """The sessions of one priority. `time` is the turn served last; no next turn is earlier.
 
-    A session's next turn is the inverse of its weight later; among equal turns, the one that was given first is first.
+    A session's next turn comes later by the inverse of its weight. Equal turns are served in the order of assignment.
     """
 
     __slots__ = ("_given", "lines", "time")

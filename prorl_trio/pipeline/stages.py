@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageBudget:
-    """The seconds that a job may use in its next stage: those of the stage, or the rest of its total if less."""
+    """The seconds that a job may use in its next stage: the stage's budget, or the rest of its total if less."""
 
     def __init__(self, stage: Stage, stage_s: float, total_s: float, used_s: float) -> None:
         self.stage = stage
@@ -34,17 +34,20 @@ class StageBudget:
         self.seconds = max(0.0, min(stage_s, total_s - used_s))
 
     def exceeded(self, spent_s: float, blame: Charge) -> BudgetExceeded:
-        """Return the error for a job stopped after `spent_s` in the stage: it names the budget that ended first."""
+        """Return the error for a job stopped after `spent_s` in the stage.
+
+        It names the budget that was exceeded first.
+        """
         if self.stage_s <= self.total_s - self.used_s:
             return BudgetExceeded(self.stage, self.stage_s, spent_s, blame)
         return BudgetExceeded("total", self.total_s, self.used_s + spent_s, blame)
 
 
 class WorkStage:
-    """A queue of jobs, and workers that each do `work` to one job at a time.
+    """A queue of jobs, and workers that each run `work` on one job at a time.
 
-    `resize` may be called at any time: new workers start at once; of those that are too many the idle ones end at once,
-    the busy ones after their job.
+    `resize` may be called at any time. New workers start at once. Surplus idle workers stop at once, and busy ones
+    after their job.
     """
 
     def __init__(
@@ -67,18 +70,18 @@ class WorkStage:
         self.workers = workers
         self.busy = 0
         self._staff = 0
-        """Workers that have not been told to go."""
+        """Workers that have not been asked to stop."""
         self._idle: set[trio.CancelScope] = set()
         self._nursery: trio.Nursery | None = None
         self._handle: Callable[[Job], Awaitable[None]] | None = None
 
     def start(self, nursery: trio.Nursery, handle: Callable[[Job], Awaitable[None]]) -> None:
-        """Start the workers in `nursery`; `handle` is called with each job taken, and sees to its end."""
+        """Start the workers in `nursery`; `handle` is called with each job taken, and ends it or passes it on."""
         self._nursery, self._handle = nursery, handle
         self.resize(self.workers)
 
     def resize(self, workers: int) -> None:
-        """Have so many workers from now on. Raises ValueError for less than one."""
+        """Set the number of workers. Raises ValueError if it is less than one."""
         if workers < 1:
             raise ValueError(f"stage {self.name} needs at least one worker, got {workers}")
         self.workers = workers
@@ -92,13 +95,13 @@ class WorkStage:
             self._idle.pop().cancel()
 
     def _new_idle(self) -> trio.CancelScope:
-        """The scope of a worker's next wait for a job: to cancel it is to dismiss the worker."""
+        """Return the scope of a worker's next wait for a job; cancelling the scope stops the worker."""
         idle = trio.CancelScope()
         self._idle.add(idle)
         return idle
 
     async def _work(self, idle: trio.CancelScope) -> None:
-        """For ever, until there are too many. Cancelled in the middle of a job, `handle` ends that job first."""
+        """Process jobs until there are too many workers. If cancelled during a job, `handle` ends that job first."""
         assert self._handle is not None
         while True:
             job: Job | None = None
@@ -119,18 +122,19 @@ class WorkStage:
             idle = self._new_idle()
 
     async def attempt(self, job: Job) -> Exception | None:
-        """Do the work on a job; return what went wrong with it.
+        """Run `work` on a job; return its error, if any.
 
-        A cancel flies on. What a handler's nursery raises beside it is logged, for the cancel decides how the job ends.
+        A cancel is re-raised. Errors that a handler's nursery raises together with a cancel are logged, because the
+        cancel decides how the job ends.
 
         Raises:
-            InternalError: the work raised it, alone or beside something else.
+            InternalError: the work raised it, alone or together with other errors.
         """
         try:
             await self.work(job)
         except Exception as exc:
             return exc
-        except (trio.Cancelled, BaseExceptionGroup) as exc:  # noqa: ASYNC103 - again, unless it is nobody's
+        except (trio.Cancelled, BaseExceptionGroup) as exc:  # noqa: ASYNC103 - re-raised, unless it is stray
             cancelled: BaseException | None = exc
             errors: BaseException | None = None
             if isinstance(exc, BaseExceptionGroup):
@@ -143,13 +147,13 @@ class WorkStage:
                     said = "job %s: errors beside its cancel, stage %s"
                     logger.error(said, job.spec.job_id, self.name, exc_info=errors)
                 raise cancelled from None  # noqa: ASYNC104
-            # A plug-in's library let it out of its scope. No nursery of ours may take it for its own.
+            # A plug-in's library let it out of its scope. No nursery of ours may mistake it for its own.
             stray = HandlerError(f"handler {job.handler.name} raised a Cancelled while nothing was cancelled")
             return errors or stray  # noqa: ASYNC104
         return None
 
     def budget(self, job: Job) -> StageBudget:
-        """Return the budget of `job`, which is about to enter the stage: its own where it has one, else the default."""
+        """Return the budget of `job`, which is about to enter the stage: its own if set, else the default."""
         asked, defaults = job.spec.budgets, job.resources.config.budgets
         own: float | None = getattr(asked, f"{self.name}_s")
         stage_s: float = own if own is not None else getattr(defaults, f"{self.name}_s")
@@ -157,7 +161,7 @@ class WorkStage:
         return StageBudget(self.name, stage_s, total_s, job.used_s)
 
     def statistics(self) -> dict[str, int]:
-        """Jobs `queued` and `busy`, `workers`, and the queue's capacity."""
+        """Return numbers of `queued` and `busy` jobs, of `workers`, and the queue's capacity."""
         return {
             "queued": len(self.queue),
             "busy": self.busy,

@@ -1,1 +1,1 @@
-"""The folder in which the nodes of a fleet find each other's trainers: one file a node, kept fresh by its heartbeat."""
+"""The folder in which the nodes of a fleet find each other's trainers: one file per node, renewed by its heartbeat."""

@@ -1,4 +1,4 @@
-"""The entry of a node in the folder of its fleet: the file `NODE_ID.json`, with mode 0600, since it holds the token."""
+"""The entry of a node in its fleet's folder: the file `NODE_ID.json`, with mode 0600 because it contains the token."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final, Literal
 import msgspec
 
 ENTRY_FORMAT: Final = 1
-"""Format of the file. A reader takes no other."""
+"""Format of the file. Readers reject other formats."""
 
 NodeState = Literal["open", "draining", "away"]
-"""`open`: takes jobs; `draining`: takes no more, and finishes those that it has; `away`: it has ended, and left
+"""`open`: accepts jobs; `draining`: accepts no new jobs and finishes the ones it has; `away`: has exited and left
 unfinished work to its next start."""
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _START_TIME: Final = 19
-"""Position of the start time in /proc/PID/stat behind the name: field 22."""
+"""Position of the start time (field 22) in /proc/PID/stat, counted after the name."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """A process, for ever.
+    """A permanently unique identity of a process.
 
     Attributes:
         pid: its id, in its own PID namespace.
         start_time: in clock ticks since the machine was booted (field 22 of /proc/PID/stat).
-        boot_id: of the machine, new at each boot.
-        pid_namespace: the inode of the namespace in which `pid` counts.
+        boot_id: id of the machine's current boot.
+        pid_namespace: the inode of the namespace of `pid`.
     """
 
     pid: int
@@ -49,9 +49,9 @@ def this_process() -> ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity) -> bool:
-    """Return True if the process has certainly ended, as far as this machine can tell; a zombie has.
+    """Return True if the process has certainly exited, as far as this machine can see. A zombie counts as exited.
 
-    False also where we cannot know: it is on another machine, or in another PID namespace.
+    Returns False for processes on another machine or in another PID namespace, because their state is unknown.
     """
     if process.boot_id != _boot_id() or process.pid_namespace != _pid_namespace():
         return False
@@ -68,7 +68,7 @@ def _pid_namespace() -> int:
 
 
 def _stat_fields(pid: str) -> list[str] | None:
-    """/proc/PID/stat from the state on, or None if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on, or None if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -76,12 +76,12 @@ def _stat_fields(pid: str) -> list[str] | None:
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Places and jobs of a node at its last heartbeat.
+    """Capacity and load of a node at its last heartbeat.
 
     Attributes:
-        run_workers: rollouts in RUN at once.
-        max_live: jobs that admission lets in.
-        live: jobs without an outcome.
+        run_workers: number of concurrent rollouts in RUN.
+        max_live: number of jobs that admission accepts.
+        live: number of jobs without an outcome.
     """
 
     run_workers: int
@@ -90,13 +90,13 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlurmStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The Slurm step that a node was started by.
+    """The Slurm step that started a node.
 
     Attributes:
-        job_id: as `scancel` takes it.
+        job_id: as `scancel` accepts it.
         step_id: of that job.
-        node_name: the machine, by its name in Slurm.
-        end_time: of the allocation, in seconds since 1970 by the clock of Slurm; 0: not known.
+        node_name: Slurm's name of the machine.
+        end_time: end of the allocation in seconds since 1970, by Slurm's clock; 0 if unknown.
     """
 
     job_id: str
@@ -106,29 +106,29 @@ class SlurmStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as others find it. Unknown fields are ignored, so that a later minor version can add some.
+    """The published entry of a node. Unknown fields are ignored, so that a later minor version can add fields.
 
     Attributes:
         format: see `ENTRY_FORMAT`.
         node_id: the name of the file without `.json`.
         url: of its server, as trainers on other machines reach it: `ws://HOST:PORT`.
-        unix_url: of the Unix socket, for this machine; empty: none.
-        rest_url: of the same server, for REST: `http://HOST:PORT`.
-        token: its trainers' password.
-        host: name of the machine.
-        process: of the node.
-        slurm: None: it was not started by Slurm.
-        model: what it samples with: the name of the model's folder and a digest of its vocabulary. The same in all
-            nodes of a fleet.
-        version: of prorl-trio. The same in all nodes of a fleet.
-        backends: the LLM backends of its configuration, and the weight of each by its URL: when it is lost, others take
-            them over.
+        unix_url: of the Unix socket, for clients on this machine; empty without a socket.
+        rest_url: REST URL of the same server: `http://HOST:PORT`.
+        token: the password for trainers.
+        host: the machine's name.
+        process: identity of the node's process.
+        slurm: the step that started the node; None if Slurm did not start it.
+        model: the name of the model's folder and a digest of its vocabulary. Equal in all nodes of a fleet.
+        version: version of prorl-trio. Equal in all nodes of a fleet.
+        backends: the weight of each configured LLM backend by URL. If the node is lost, other nodes take over its
+            backends.
         capacity: at the last heartbeat.
         state: see `NodeState`.
-        unready: why a job submitted now would not be worked on; empty: it would.
-        heartbeat_interval_s: how often it renews the file's modification time.
-        stale_after_s: without a heartbeat for so long it counts as lost.
-        restart_within_s: how long others leave the jobs of the lost node to its next start; 0: they take them over.
+        unready: why a job submitted now would not be processed; empty if it would be.
+        heartbeat_interval_s: interval at which the node renews the file's modification time.
+        stale_after_s: the node counts as lost after this many seconds without a heartbeat.
+        restart_within_s: seconds for which other nodes leave the jobs of a lost node to its next start; 0: they take
+            over the jobs at once.
     """
 
     format: int = ENTRY_FORMAT
@@ -151,11 +151,11 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
     restart_within_s: float = 0.0
 
     def __repr__(self) -> str:
-        return f"<NodeEntry {self.node_id!r} at {self.url}, {self.state}>"  # without the token
+        return f"<NodeEntry {self.node_id!r} at {self.url}, {self.state}>"  # hides the token
 
 
 def slurm_step(environment: dict[str, str]) -> SlurmStep | None:
-    """Return the step that the environment of a process tells of; None outside Slurm."""
+    """Return the Slurm step described by the environment of a process; None outside Slurm."""
     job_id = environment.get("SLURM_JOB_ID", "")
     if not job_id:
         return None

@@ -1,4 +1,4 @@
-"""The folder of a fleet on a disk that all machines share: entries written whole, and read with the life of each.
+"""A fleet's folder on a disk shared by all machines: entries are written atomically and read with their liveness.
 
 All functions block on the disk; call them in a thread.
 """
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".json"
 HEAD: Final = "head"
 HEAD_FILE: Final = f"{HEAD}{SUFFIX}"
-"""The entry of the fleet's head, which is no node's: see `rendezvous.head`."""
+"""The file of the fleet's head, which does not belong to a node: see `rendezvous.head`."""
 MAX_ENTRY_BYTES: Final = 64 * 1024
 STALE_TRIES: Final = 3
-"""Times that a file is opened which NFS says was replaced meanwhile."""
+"""Number of attempts to open a file that NFS reports as replaced."""
 _CLOCK: Final = ".clock-"
 _DRAFT: Final = ".draft-"
 
 
 def claim_folder(path: str | PathLike[str]) -> Path:
-    """Make the folder with mode 0700 if it is missing, and return it.
+    """Create the folder with mode 0700 if it is missing, and return it.
 
     Raises:
-        ConfigError: it cannot be made, or is not ours alone.
+        ConfigError: the folder cannot be created, or other users can access it.
     """
     folder = Path(path)
     try:
@@ -50,10 +50,10 @@ def claim_folder(path: str | PathLike[str]) -> Path:
 
 
 def require_folder(path: str | PathLike[str]) -> Path:
-    """Return the folder, if it is there and nobody else can enter it: its entries hold tokens.
+    """Return the folder if it exists and only we can access it, because its entries contain tokens.
 
     Raises:
-        ConfigError: it is missing, is no folder, another user's, or open to others.
+        ConfigError: it is missing, is not a folder, belongs to another user, or is open to others.
     """
     folder = Path(path)
     try:
@@ -73,19 +73,19 @@ def require_folder(path: str | PathLike[str]) -> Path:
 
 
 def write_entry(folder: Path, entry: NodeEntry) -> None:
-    """Write or replace the entry of a node: a reader finds it whole, or that before it.
+    """Write or replace the entry of a node atomically: a reader finds either the old or the new entry.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: the entry cannot be written; the old entry remains.
     """
     write_file(folder, entry.node_id, entry)
 
 
 def write_file(folder: Path, name: str, content: msgspec.Struct) -> None:
-    """Write or replace the file `NAME.json` with mode 0600: a reader finds it whole, or the one before it.
+    """Write or replace the file `NAME.json` with mode 0600, atomically: a reader finds either the old or the new file.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: the file cannot be written; the old file remains.
     """
     handle, draft = tempfile.mkstemp(prefix=f"{_DRAFT}{name}-", dir=folder)  # with mode 0600
     try:
@@ -98,19 +98,19 @@ def write_file(folder: Path, name: str, content: msgspec.Struct) -> None:
 
 
 def renew_entry(folder: Path, entry: NodeEntry) -> None:
-    """Give the entry's file the time that it is now by the clock of the disk: the heartbeat, which needs no space.
+    """Send a heartbeat: set the entry's file to the current time by the disk's clock, which needs no disk space.
 
     Raises:
-        OSError: it is gone, or cannot be reached.
+        OSError: the file is missing or unreachable.
     """
     os.utime(folder / f"{entry.node_id}{SUFFIX}")
 
 
 def remove_entry(folder: Path, entry: NodeEntry) -> None:
-    """Remove the entry, and the drafts of a killed writer of that name, unless another process has taken the name over.
+    """Remove the entry and the drafts of a killed writer of that name, unless another process has taken over the name.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the entry cannot be removed.
     """
     path = folder / f"{entry.node_id}{SUFFIX}"
     try:
@@ -126,11 +126,12 @@ def remove_entry(folder: Path, entry: NodeEntry) -> None:
 def read_entry(path: Path) -> tuple[NodeEntry, int]:
     """Return the entry in a file, and its modification time in ns by the clock of the disk.
 
-    The file is opened before it is asked for its time: on NFS that is what makes both new.
+    The file is opened before its time is read, because NFS then refreshes both.
 
     Raises:
-        FileNotFoundError: there is none any more.
-        ConfigError: it cannot be read, is not whole, is another user's or readable for others, or of another format.
+        FileNotFoundError: the file no longer exists.
+        ConfigError: the file is unreadable, incomplete, readable by others, owned by another user, or in another
+            format.
     """
     content, found = read_file(path)
     try:
@@ -147,9 +148,9 @@ def read_entry(path: Path) -> tuple[NodeEntry, int]:
 
 
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
-    """Return what is in the file of an entry, and its status.
+    """Return the contents of an entry's file, and its status.
 
-    On NFS it may be replaced while it is opened: then the new one is read.
+    On NFS the file may be replaced while it is opened; the new file is then read.
 
     Raises:
         FileNotFoundError, ConfigError: see `read_entry`.
@@ -172,7 +173,7 @@ def read_file(path: Path) -> tuple[bytes, os.stat_result]:
 
 
 def entry_paths(folder: Path) -> list[Path]:
-    """Return the files of the folder that are entries, by name.
+    """Return the entry files in the folder, sorted by name.
 
     Raises:
         ConfigError: the folder cannot be read.
@@ -189,7 +190,7 @@ def entry_paths(folder: Path) -> list[Path]:
 
 
 def time_there(folder: Path) -> int | None:
-    """Return what time it is now by the clock of the disk, in ns, as a new file gets it; None if it cannot be told."""
+    """Return the current time by the disk's clock in ns, as a new file gets it; None if it cannot be determined."""
     try:
         handle, path = tempfile.mkstemp(prefix=_CLOCK, dir=folder)
     except OSError:  # full, or read-only for us
@@ -197,7 +198,7 @@ def time_there(folder: Path) -> int | None:
     try:
         os.utime(path)
         return os.fstat(handle).st_mtime_ns
-    except OSError:  # it has gone, or the disk has
+    except OSError:  # the file or the disk has disappeared
         return None
     finally:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The entry of a fleet's head in the folder of its nodes: the file `head.json`, with mode 0600, since it has the token.
+"""The entry of a fleet's head in the nodes' folder: the file `head.json`, with mode 0600 because it contains the token.
 
 All functions block on the disk; call them in a thread.
 """
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEAD_FORMAT: Final = 1
-"""Format of the file. A reader takes no other."""
+"""Format of the file. Readers reject other formats."""
 NS: Final = 1_000_000_000
 
 
 class HeadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A head as trainers find it. Unknown fields are ignored, so that a later minor version can add some.
+    """The published entry of a head. Unknown fields are ignored, so that a later minor version can add fields.
 
     Attributes:
         format: see `HEAD_FORMAT`.
         node_id: the head's name.
         url: of its server, as trainers on other machines reach it: `ws://HOST:PORT`.
-        unix_url: of the Unix socket, for this machine; empty: none.
-        rest_url: of the same server, for REST: `http://HOST:PORT`.
-        token: its trainers' password.
-        host: name of the machine.
-        process: of the head.
-        version: of prorl-trio.
-        heartbeat_interval_s: how often it renews the file's modification time.
-        stale_after_s: without a heartbeat for so long another head may take the fleet over.
+        unix_url: of the Unix socket, for clients on this machine; empty without a socket.
+        rest_url: REST URL of the same server: `http://HOST:PORT`.
+        token: the password for trainers.
+        host: the machine's name.
+        process: identity of the head's process.
+        version: version of prorl-trio.
+        heartbeat_interval_s: interval at which the head renews the file's modification time.
+        stale_after_s: another head may take over the fleet after this many seconds without a heartbeat.
     """
 
     format: int = HEAD_FORMAT
@@ -53,24 +53,24 @@ class HeadEntry(msgspec.Struct, frozen=True, kw_only=True):
     stale_after_s: float
 
     def __repr__(self) -> str:
-        return f"<HeadEntry {self.node_id!r} at {self.url}>"  # without the token
+        return f"<HeadEntry {self.node_id!r} at {self.url}>"  # hides the token
 
 
 def read_head(folder: str | PathLike[str]) -> HeadEntry:
     """Return the entry of the head of the fleet in a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the fleet lacks a head.
         ConfigError: the folder or the file cannot be used.
     """
     return _read(require_folder(folder))[0]
 
 
 def find_head(folder: Path) -> tuple[HeadEntry, Literal["live", "stale", "ended"], float]:
-    """Return the entry of a head, whether it lives, and the seconds since its last heartbeat by the disk's clock.
+    """Return the entry of a head, its liveness, and the seconds since its last heartbeat by the disk's clock.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the fleet lacks a head.
         ConfigError: the file cannot be used.
     """
     entry, beat_ns = _read(folder)
@@ -96,13 +96,13 @@ def _read(folder: Path) -> tuple[HeadEntry, int]:
 
 
 class HeadReplaced(ConfigError):
-    """Another head has taken the fleet over."""
+    """Another head has taken over the fleet."""
 
 
 class HeadClaim:
-    """The claim of a new head to a folder: it waits while another head lives there by its heartbeat.
+    """A new head's claim to a folder: it waits while the heartbeats of another head arrive there.
 
-    Call `is_free` again and again until it returns True.
+    Call `is_free` repeatedly until it returns True.
     """
 
     def __init__(self, folder: Path, process: ProcessIdentity) -> None:
@@ -112,10 +112,10 @@ class HeadClaim:
         self._since_s = 0.0
 
     def is_free(self, now_s: float) -> bool:
-        """Return whether no other head lives there; `now_s` is by a monotonic clock.
+        """Return whether no other head is alive in the folder; `now_s` is by a monotonic clock.
 
         Raises:
-            ConfigError: another head lives there.
+            ConfigError: another head is alive there.
         """
         try:
             entry, beat_ns = _read(self._folder)
@@ -134,10 +134,10 @@ class HeadClaim:
 
 
 def renew_head(folder: Path, before: HeadEntry | None, now: HeadEntry) -> HeadEntry:
-    """Write the entry, or renew its time if nothing has changed since `before`; return what is there.
+    """Write the entry, or renew its time if nothing has changed since `before`; return the stored entry.
 
     Raises:
-        HeadReplaced: another head has taken the folder over.
+        HeadReplaced: another head has taken over the folder.
         ConfigError: the folder or the file cannot be used.
         OSError: the disk fails.
     """
@@ -145,7 +145,7 @@ def renew_head(folder: Path, before: HeadEntry | None, now: HeadEntry) -> HeadEn
         try:
             found = _read(folder)[0]
         except FileNotFoundError:
-            before = None  # somebody cleaned up
+            before = None  # the file was removed by hand
         else:
             if found.process != now.process:
                 raise HeadReplaced(
@@ -160,10 +160,10 @@ def renew_head(folder: Path, before: HeadEntry | None, now: HeadEntry) -> HeadEn
 
 
 def remove_head(folder: Path, entry: HeadEntry) -> None:
-    """Remove the entry, unless another head has taken the folder over.
+    """Remove the entry, unless another head has taken over the folder.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the entry cannot be removed.
     """
     try:
         if _read(folder)[0].process != entry.process:

@@ -1,4 +1,4 @@
-"""The head and the nodes of a fleet's folder as a user may see them."""
+"""The user's view of the head and the nodes in a fleet's folder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class FleetReport(msgspec.Struct, frozen=True):
     """The entries of a fleet, without their tokens, with `life` and `age_s` as in `FoundNode`.
 
     Attributes:
-        head: None if there is none.
-        nodes: each by its name.
-        broken: why files of the folder were left out, by their path.
+        head: None if the fleet lacks a head.
+        nodes: each node by name.
+        broken: why files of the folder were skipped, by path.
     """
 
     head: dict[str, Any] | None
@@ -32,10 +32,10 @@ class FleetReport(msgspec.Struct, frozen=True):
 
 
 def look_at_fleet(folder: str | PathLike[str]) -> FleetReport:
-    """Return who has an entry in the folder. Blocks on the disk.
+    """Return the entries in the folder. Blocks on the disk.
 
     Raises:
-        ConfigError: the folder is missing, or others can enter it.
+        ConfigError: the folder is missing, or others can access it.
     """
     watch = FleetWatch(folder)
     view = watch.read()

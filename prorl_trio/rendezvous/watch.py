@@ -1,4 +1,4 @@
-"""The life of the nodes in a fleet's folder, judged without comparing the clocks of machines."""
+"""The liveness of the nodes in a fleet's folder, judged without comparing the clocks of machines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from os import PathLike
 
 Life = Literal["live", "stale", "ended"]
-"""`live`: its heartbeat is seen; `stale`: it was not seen for `stale_after_s`; `ended`: its process is gone."""
+"""`live`: heartbeats arrive; `stale`: no heartbeat for `stale_after_s`; `ended`: the process has exited."""
 
 NS: Final = 1_000_000_000
 
 
 class FoundNode(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry, and the life of its node.
+    """An entry, and the liveness of its node.
 
     Attributes:
-        entry: as it was read last.
+        entry: the last entry read.
         life: see `Life`.
         age_s: seconds since its last heartbeat, as far as this reader knows.
     """
@@ -37,14 +37,14 @@ class FoundNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """The folder at one moment: the nodes by name, and why files were left out, by their path."""
+    """The folder at one moment: the nodes by name, and why files were skipped, by path."""
 
     nodes: dict[str, FoundNode]
     broken: dict[str, str]
 
 
 class _Seen:
-    """The last change of an entry's file that was seen, `changed_s` by the reader's own monotonic clock."""
+    """The last observed change of an entry's file; `changed_s` is by the reader's own monotonic clock."""
 
     def __init__(self, mtime_ns: int, changed_s: float) -> None:
         self.mtime_ns = mtime_ns
@@ -52,17 +52,17 @@ class _Seen:
 
 
 class FleetWatch:
-    """A reader of a fleet's folder, who looks again and again. Blocks on the disk; for one thread at a time.
+    """A reader that polls a fleet's folder. Blocks on the disk; use one thread at a time.
 
-    A heartbeat is a *change* of the file's time that this reader sees, counted by its own monotonic clock. At the first
-    look at a file its age is taken by the clock of the disk: the time that a new file gets there. Where that clock is
-    wrong, because each machine writes its own (as on Lustre), a node may first be called stale, until its next
-    heartbeat is seen; a time in the future counts as a heartbeat that was just seen.
+    A heartbeat is a *change* of the file's time that this reader observes, timed by its own monotonic clock. On the
+    first read of a file, its age is measured by the disk's clock, which is the time that a new file gets there. That
+    clock is wrong if each machine writes its own time (as on Lustre). A node may then first appear stale, until its
+    next heartbeat is observed. A time in the future counts as a heartbeat that was just observed.
 
     Args:
         path: the folder.
         clock: returns monotonic seconds.
-        ended: returns True for a process that certainly has ended.
+        ended: returns True for a process that has certainly exited.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class FleetWatch:
         self._seen: dict[str, _Seen] = {}
 
     def read(self) -> FleetView:
-        """Return what is there now.
+        """Return the current state of the folder.
 
         Raises:
-            ConfigError: the folder is missing, or not ours alone.
+            ConfigError: the folder is missing, or others can access it.
         """
         folder = require_folder(self.path)
         nodes: dict[str, FoundNode] = {}
@@ -91,7 +91,7 @@ class FleetWatch:
             try:
                 entry, mtime_ns = read_entry(path)
             except FileNotFoundError:
-                continue  # it left while we looked
+                continue  # it was removed while we read the folder
             except ConfigError as exc:
                 broken[str(path)] = str(exc)
                 continue

@@ -1,4 +1,4 @@
-"""Dynamic sampling of groups (DAPO): which rollouts to submit, which groups to train on, what became of each."""
+"""Dynamic sampling of groups (DAPO): the rollouts to submit, the groups to train on, and the fate of each rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of a run: one line for each rollout, and the figures of batches. Plain functions of the state."""
+"""The bookkeeping of a run: one line for each rollout, and statistics of batches. Plain functions of the state."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 WINDOW: Final = 1024
-"""Groups whose durations are remembered, of each kind."""
+"""Number of recent groups of each kind whose durations are stored."""
 
 
 def work_s(outcome: Outcome) -> float:
-    """Return the seconds that a rollout was at work, without its waits in queues."""
+    """Return the seconds spent on a rollout, without waits in queues."""
     timing = outcome.timing
     return timing.init_s + timing.run_s + timing.eval_s
 
@@ -41,7 +41,7 @@ def ks_distance(first: Sequence[float], second: Sequence[float]) -> float | None
     """Return the two-sample Kolmogorov-Smirnov distance, sup over x of |F1(x) - F2(x)|; None if a sample is empty.
 
     F1 and F2 are the empirical distribution functions (Smirnov 1939): F(x) is the share of a sample that is <= x. Both
-    are constant between the observed values, so the supremum is reached at one of them.
+    are constant between the observed values, so the supremum is reached at an observed value.
     """
     if not len(first) or not len(second):
         return None
@@ -62,7 +62,7 @@ def fate_of(
     outcome: Outcome | None = None,
     staleness: int | None = None,
 ) -> ManifestLine:
-    """Return the line of the rollout that stands for a member; `outcome`: its own, where the member has none."""
+    """Return the line of a member's current rollout; `outcome`: its outcome, if the member has none."""
     member = group.members[index]
     line = ManifestLine(
         job_id=job_id(state.run, group, index),
@@ -90,7 +90,7 @@ def fate_of(
 
 
 def carried_lines(state: SamplerState) -> Iterator[ManifestLine]:
-    """Yield a line for each rollout that goes on to a later batch."""
+    """Yield a line for each rollout that is carried to a later batch."""
     places: tuple[tuple[dict[int, GroupState], Why], ...] = ((state.ready, "waiting"), (state.running, "running"))
     for groups, why in places:
         for group in groups.values():
@@ -100,11 +100,11 @@ def carried_lines(state: SamplerState) -> Iterator[ManifestLine]:
 
 
 def whole_group(state: SamplerState, group: GroupState) -> Group:
-    """Return a group as it is given to the trainer, at the present version."""
+    """Return a group as passed to the trainer, at the current version."""
     now = len(state.versions) - 1
     updates = {version: index for index, version in enumerate(state.versions)}
     outcomes = [member.outcome for member in group.members if member.outcome is not None]
-    # A version that was not announced is that of an update under way, or given up: it is not older than the group.
+    # An unannounced version belongs to an update that is in progress or was abandoned; it is not older than the group.
     met = [
         updates.get(span.policy_version, group.born)
         for outcome in outcomes
@@ -124,18 +124,18 @@ def whole_group(state: SamplerState, group: GroupState) -> Group:
 
 
 def count(state: SamplerState, name: str, number: int = 1) -> None:
-    """Add to a count of the run, and of the time since the batch before."""
+    """Add to a counter of the run, and to the counter since the previous batch."""
     for totals in (state.totals, state.since_batch):
         setattr(totals, name, getattr(totals, name) + number)
 
 
 def duration_s(group: GroupState) -> float:
-    """Return the work of a group's longest rollout, in seconds; 0 if there is no outcome."""
+    """Return the duration of a group's longest rollout in seconds; 0 without outcomes."""
     return max((work_s(member.outcome) for member in group.members if member.outcome is not None), default=0.0)
 
 
 def batch_statistics(state: SamplerState, groups: Sequence[Group]) -> BatchStatistics:
-    """Return the figures of a batch of `groups` that is made now."""
+    """Return the statistics of a batch of `groups` created now."""
     since = state.since_batch
     staleness = Counter(group.staleness for group in groups)
     return BatchStatistics(
@@ -154,7 +154,7 @@ def batch_statistics(state: SamplerState, groups: Sequence[Group]) -> BatchStati
 
 
 def run_statistics(state: SamplerState) -> dict[str, int | float | None]:
-    """Return the figures of the run so far, flat. Those of `BatchStatistics` mean the same here."""
+    """Return the statistics of the run so far, flat. Names shared with `BatchStatistics` have the same meaning."""
     return {
         "version": len(state.versions) - 1,
         "batches": state.next_batch - 1,

@@ -1,16 +1,17 @@
-"""The arithmetic of admission: how many groups may be begun, and which whole ones be taken, so that none gets stale.
+"""The arithmetic of admission: how many groups may start, and which complete ones to take, so that none gets stale.
 
-A group that is submitted at version s may be trained on at the versions s to s + max_staleness: it has a deadline. A
-version trains on B groups. So there is a schedule that keeps all deadlines if and only if, at version v with t groups
-taken so far, for each d >= v the live groups (at work, or whole) with a deadline up to d number at most
+A group submitted at version s may be trained on at the versions s to s + max_staleness, so it has a deadline. A version
+trains on B groups. Let t groups be taken so far at version v. Let L(d) be the number of live groups (running or
+complete) with a deadline up to d. A schedule that meets all deadlines exists if and only if, for each d >= v, L(d) is
+at most
 
     B * (d - v + 1) - t                                                                                        (1)
 
-Admission keeps it for the last deadline, d = v + max_staleness. That is the capacity of AReaL (arXiv:2505.24298,
-section 5.1), (max_staleness + v + 1) * B - accepted - running, where accepted = v * B + t + the whole groups. Alone
-it does not bound staleness: fast groups may take the places of slow ones again and again. So a batch takes the earliest
-deadlines first, and one with a later deadline only if (1) holds for all others afterwards (earliest deadline first,
-Jackson's rule). Then none is overtaken too often, and none has to be discarded.
+Admission ensures it for the last deadline, d = v + max_staleness. That is the capacity of AReaL (arXiv:2505.24298,
+section 5.1), (max_staleness + v + 1) * B - accepted - running. There, accepted is v * B + t + the complete groups. This
+alone does not bound staleness, because fast groups may repeatedly take the places of slow ones. So a batch takes the
+earliest deadlines first. It takes a group with a later deadline only if (1) then holds for all others (earliest
+deadline first, Jackson's rule). So no group is overtaken too often or discarded.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
 RECENT: Final = 64
-"""Groups that tell the share of informative ones."""
+"""Number of recent groups used to estimate the share of informative ones."""
 PRIOR_INFORMATIVE: Final = 2.0
 PRIOR_GROUPS: Final = 4.0
-"""Before anything is known, the share is a half, with the weight of four groups (a Beta(2, 2) prior)."""
+"""The prior of the share is one half with the weight of four groups, a Beta(2, 2) distribution."""
 
 
 def capacity(*, per_step: int, max_staleness: int, taken_here: int, ready: int, running: int) -> int:
-    """Return how many groups may be begun now; below 0 if there are too many.
+    """Return how many groups may start now; negative if there are too many.
 
-    AReaL's formula, in which each step before this one took `per_step` groups: one that took fewer gives no room now,
-    and one that took more takes none away.
+    This is AReaL's formula, under the assumption that each earlier step took `per_step` groups. A step that took fewer
+    does not add room now, and a step that took more does not reduce it.
 
     Args:
         per_step: B.
         max_staleness: in updates.
-        taken_here: groups taken at this version.
-        ready: whole groups that wait.
-        running: groups at work.
+        taken_here: number of groups taken at this version.
+        ready: number of complete waiting groups.
+        running: number of running groups.
     """
     return (max_staleness + 1) * per_step - taken_here - ready - running
 
@@ -50,12 +51,12 @@ def expected_share(recent: Sequence[bool]) -> float:
 
 
 def groups_wanted(*, target: float, ready: int, running: int, share: float) -> int:
-    """Return how many groups to begin so that `target` informative ones are there or may be expected."""
+    """Return how many groups to start so that `target` informative ones are available or expected."""
     return max(0, math.ceil((target - ready) / share - running))
 
 
 def keeps_deadlines(deadlines: Iterable[int], *, version: int, per_step: int, slots: int) -> bool:
-    """Return True if (1) holds for groups of these deadlines, with `slots` places left at `version`."""
+    """Return True if (1) holds for groups with these deadlines, with `slots` places left at `version`."""
     for count, deadline in enumerate(sorted(deadlines), start=1):
         if count > slots + per_step * (deadline - version):
             return False
@@ -65,15 +66,15 @@ def keeps_deadlines(deadlines: Iterable[int], *, version: int, per_step: int, sl
 def pick(
     ready: Sequence[tuple[int, int]], running: Collection[int], *, k: int, version: int, per_step: int, slots: int
 ) -> list[int] | None:
-    """Return the numbers of the `k` groups to take, oldest first; None if more must be decided first.
+    """Return the numbers of the `k` groups to take, oldest first; None if more groups must complete first.
 
     Args:
-        ready: deadline and number of each whole group.
-        running: the deadlines of the groups at work that go on.
-        k: how many.
+        ready: deadline and number of each complete group.
+        running: the deadlines of the running groups that continue.
+        k: number of groups to take.
         version: updates so far.
         per_step: B.
-        slots: places left of the B at this version. Groups beyond that take no other group's place.
+        slots: places left of the B at this version. Groups beyond that do not take another group's place.
     """
     order = sorted(ready)
     picked = order[:k]
@@ -81,7 +82,7 @@ def pick(
         return None
     left = [deadline for deadline, _ in order[k:]] + list(running)
     kept = keeps_deadlines(left, version=version, per_step=per_step, slots=max(0, slots - k))
-    # Where no group at work is more urgent than those picked, to wait would not make a better choice.
+    # If no running group is more urgent than the picked ones, waiting would not improve the choice.
     if not kept and any(deadline < picked[-1][0] for deadline in running):
         return None
     return [number for _, number in picked]

@@ -1,4 +1,4 @@
-"""The groups a trainer takes, and the account of every rollout that was submitted for them."""
+"""The groups that a trainer takes, and a record of every rollout submitted for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Fate = Literal["trained", "carried", "uninformative", "resampled", "cancelled"]
 Why = Literal[
     "",
     "solved",  # uninformative: all rollouts of its group are correct
-    "unsolved",  # uninformative: none is
-    "failed",  # resampled: it ended without a reward; `status`, `cause` and `error_code` say how
-    "lost",  # resampled: the node has delivered it before, and it did not reach the journal
-    "waiting",  # carried: its group is whole
-    "running",  # carried: its group is not
+    "unsolved",  # uninformative: no rollout is correct
+    "failed",  # resampled: it ended without a reward; see `status`, `cause` and `error_code`
+    "lost",  # resampled: the node delivered it earlier, but it did not reach the journal
+    "waiting",  # carried: its group is complete
+    "running",  # carried: its group is incomplete
     "early_stop",  # cancelled: the batch was complete without it
-    "came_back",  # cancelled: too old for a trainer that came back at another version, or with stricter rules
+    "came_back",  # cancelled: too old for a returning trainer with another version or stricter rules
     "finished",  # cancelled: the run was over
 ]
 """The reason of a fate, as a closed set."""
@@ -36,10 +36,10 @@ class ManifestLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     Attributes:
         job_id: of the rollout, `RUN-gGROUP-MEMBER-TRY`.
-        batch: number of the batch in whose time it was decided.
+        batch: number of the batch during which it was decided.
         reward, correct, status, cause, error_code: as in its outcome; None before there is one.
-        duration_s: seconds at work, without queues.
-        staleness: of `trained`: policy updates between its oldest token and the version at which it was taken.
+        duration_s: seconds of processing, without queues.
+        staleness: for `trained`: policy updates between its oldest token and the version at which it was taken.
     """
 
     job_id: str
@@ -64,8 +64,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         number: counts groups from 0, in the order of submission.
-        outcomes: n of them, by member.
-        correct: whether each is, by the sampler's `correct`.
+        outcomes: n outcomes, by member.
+        correct: whether each is correct according to the sampler's `correct`.
         submitted_version: the policy version at which the group was submitted. Tokens of an engine that missed an
             update may be older; `staleness` counts from the oldest one.
         staleness: policy updates between its oldest token and the version at which it was taken.
@@ -91,24 +91,24 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a batch and of the time since the one before, to be logged.
+    """The statistics of a batch and of the time since the previous one, for logging.
 
     Attributes:
-        groups: in the batch.
-        decided_groups: that became whole since the batch before. `solved_groups`, `unsolved_groups`: those of them in
-            which all, or none, of the rollouts are correct.
-        informative_share: of the groups decided lately (a window); None before the first.
+        groups: number of groups in the batch.
+        decided_groups: groups completed since the previous batch. `solved_groups`, `unsolved_groups`: decided groups in
+            which all, or no, rollouts are correct.
+        informative_share: among recently decided groups (a window); None before the first.
         reward_mean: of the rollouts in the batch.
-        resampled: rollouts sampled again since the batch before.
-        resampled_share: of all rollouts that ended since the run began: the waste by resampling.
-        cancelled: rollouts cancelled since the batch before.
-        carried_groups: whole groups that wait for a later batch. `running_groups`: those at work.
+        resampled: rollouts sampled again since the previous batch.
+        resampled_share: share of all ended rollouts of the run: the waste by resampling.
+        cancelled: rollouts cancelled since the previous batch.
+        carried_groups: complete groups waiting for a later batch. `running_groups`: incomplete groups.
         staleness: number of groups in the batch, by staleness.
-        duration_ks: Kolmogorov-Smirnov distance between the durations of the groups trained on lately and of those
-            submitted (windows); None before there are any. A group's duration is that of its longest rollout; one
-            that was cancelled counts with the time it had.
-        early_stop_ks: the same without the uninformative groups among the submitted ones: the part of the distance
-            that is not due to what there is to learn, near 0 unless groups are cancelled.
+        duration_ks: Kolmogorov-Smirnov distance between the durations of recently trained and recently submitted groups
+            (windows); None while a sample is empty. A group's duration is that of its longest rollout; a cancelled
+            rollout counts with its time so far.
+        early_stop_ks: the same without uninformative groups. This is the part of the distance that is not caused by the
+            selection of informative groups; it is near 0 unless groups are cancelled.
     """
 
     groups: int
@@ -133,9 +133,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: counts batches from 1. Save it with a checkpoint that has been trained on the batch.
         version: the policy version at which it was taken.
-        manifest: one line for each rollout that was submitted before it was taken and was not decided by the batch
-            before. Those `carried` have another line later; of all others this is the only one.
-        again: it was given before, to a trainer that did not come to confirm it.
+        manifest: one line for each rollout submitted before this batch and not decided by the previous one. `carried`
+            rollouts get another line later; for all others this is the only one.
+        again: it was already returned to a trainer that did not confirm it.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Groups for a trainer that does not know trio."""
+"""Groups for a trainer that does not use trio."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BlockingGroups:
-    """Whole groups of rollouts behind blocking calls; sampling goes on in the client's thread meanwhile.
+    """Complete groups of rollouts from blocking calls, with sampling in the client's thread in the background.
 
         with BlockingGroups(client, tasks, GroupRules(size=8, groups_per_step=16, max_staleness=1)) as groups:
             batch = groups.take()
@@ -29,9 +29,9 @@ class BlockingGroups:
                 update.load_folder(folder)
             groups.advance("1")
 
-    All methods may be called from any thread, and raise what those of `Groups` raise, or what `tasks`, `job` or
-    `correct` raised in the background. A call that Ctrl-C interrupts loses nothing: a batch that was made for an
-    interrupted `take` is returned by the next one.
+    All methods may be called from any thread. They raise the errors of `Groups`, and exceptions of `tasks`, `job` or
+    `correct` from the background. A call interrupted by Ctrl-C loses nothing: the next `take` returns a batch created
+    for the interrupted one.
 
     Args:
         client: see `open_groups`. It must be closed after the groups.
@@ -60,18 +60,18 @@ class BlockingGroups:
 
     @property
     def version(self) -> str:
-        """Return the policy version that was announced last."""
+        """Return the last announced policy version."""
         return self._groups.version
 
     @property
     def last_batch(self) -> int:
-        """Return the number of the last batch that was ever made; 0: none was."""
+        """Return the number of the last batch ever created; 0 if none was."""
         return self._groups.last_batch
 
     def take(self, k: int | None = None, *, timeout_s: float | None = None) -> Batch:
-        """Return exactly `k` whole groups; see `Groups.take`.
+        """Return exactly `k` complete groups; see `Groups.take`.
 
-        Raises TimeoutError after `timeout_s`, with a message that says what is missing; nothing is lost, and it may be
+        Raises TimeoutError after `timeout_s`, with a message about the missing groups. Nothing is lost, and it may be
         called again.
         """
         batch = self._hosted.call(_take_within, self._groups, self._received, k, timeout_s)
@@ -79,19 +79,19 @@ class BlockingGroups:
         return batch
 
     def advance(self, version: str) -> None:
-        """Say that the policy is at `version` now; see `Groups.advance`."""
+        """Announce that the policy is now at `version`; see `Groups.advance`."""
         self._hosted.call(self._groups.advance, version)
 
     def confirm(self, number: int) -> None:
-        """Say that the batches up to `number` are in a checkpoint; see `Groups.confirm`."""
+        """Confirm that the batches up to `number` are in a checkpoint; see `Groups.confirm`."""
         self._hosted.call(self._groups.confirm, number)
 
     def statistics(self) -> dict[str, int | float | None]:
-        """Return the figures of the run so far; see `Groups.statistics`."""
+        """Return the statistics of the run so far; see `Groups.statistics`."""
         return self._hosted.call(_statistics, self._groups)
 
     def close(self) -> None:
-        """End sampling, as leaving the block of `open_groups` without an exception does. Closing twice does nothing."""
+        """End sampling like a normal exit from the block of `open_groups`. Idempotent."""
         self._hosted.leave(abandon=False)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Groups for a trainer that uses trio: the sampler's state, driven over a client and kept in a journal."""
+"""Groups for a trainer that uses trio: the sampler's state, connected to a client and stored in a journal."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OUTCOMES_AT_ONCE: Final = 256
-"""Outcomes that one write to the journal takes."""
+"""Maximal number of outcomes in one write to the journal."""
 MAX_BACKOFF_S: Final = 30.0
-"""Longest wait before a member is sampled again; it doubles from 1 s, from the second failure in a row on."""
+"""Longest delay before a member is sampled again. It doubles from 1 s, starting at the second consecutive failure."""
 CANCEL_TIMEOUT_S: Final = 5.0
-"""Longest the end of a run waits for the node to cancel what is at work."""
+"""Longest wait at the end of a run for the node to cancel running jobs."""
 FLUSH_TIMEOUT_S: Final = 30.0
-"""Longest a batch waits for its lines to be in the manifest; they are, after a kill, when the trainer comes back."""
+"""Longest wait of a batch for its manifest lines to be written. After a kill, a returning trainer writes them."""
 
 
 class Groups:
-    """Whole groups of rollouts, batch after batch. Made by `open_groups`.
+    """Complete groups of rollouts, batch after batch. Created by `open_groups`.
 
-    When the session is over, or the journal cannot be written, every call raises the reason.
+    After the end of the session or a journal error, every call raises the reason.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Groups:
         *,
         confirms: bool,
     ) -> None:
-        """Store the parts; `serve` sets them to work."""
+        """Store the parts; `serve` starts them."""
         self._client = client
         self._sampler = sampler
         self._journal = journal
@@ -82,7 +82,7 @@ class Groups:
         self._wanted = 0
         self._changed = trio.Event()
         self._lines: list[ManifestLine] = []
-        """Lines that follow from the journal and are not in the manifest yet."""
+        """Lines derived from the journal that are not yet in the manifest."""
         self._failure: ServiceError | ConfigError | None = None
         self._nursery: trio.Nursery | None = None
         self._waited_s = 0.0
@@ -92,34 +92,34 @@ class Groups:
 
     @property
     def version(self) -> str:
-        """Return the policy version that the sampler is at: the one that was announced last."""
+        """Return the last announced policy version."""
         return self._sampler.state.versions[-1]
 
     @property
     def last_batch(self) -> int:
-        """Return the number of the last batch that was ever made; 0: none was."""
+        """Return the number of the last batch ever created; 0 if none was."""
         return self._sampler.state.next_batch - 1
 
     async def take(self, k: int | None = None) -> Batch:
-        """Return exactly `k` whole groups (default: `rules.groups_per_step`), oldest first; wait until they are there.
+        """Return exactly `k` complete groups (default: `rules.groups_per_step`), oldest first, once they are available.
 
-        A trainer that came back first gets the batches that it was given before and has not confirmed, whatever `k`.
-        Confirms the batches before, unless `confirm` is `explicit`. A cancel loses nothing.
+        A returning trainer first gets the unconfirmed batches of its predecessor, whatever `k`. Confirms the previous
+        batches, unless `confirm` is `explicit`. A cancel loses nothing.
 
         Raises:
-            NothingToLearn: too many groups in a row were uninformative.
+            NothingToLearn: too many consecutive groups were uninformative.
             RolloutsFail: a rollout failed too often.
             ServiceError: the session is over, or the node rejects the jobs.
             ConfigError: the journal cannot be written.
-            ValueError: `k` is more than are ever admitted, (max_staleness + 1) * groups_per_step.
+            ValueError: `k` exceeds the number ever admitted, (max_staleness + 1) * groups_per_step.
         """
         return await self.take_after(None, k)
 
     async def take_after(self, number: int | None, k: int | None = None) -> Batch:
-        """Do as `take`, for a caller that may not have received what an earlier call returned.
+        """Act like `take`, for a caller that may have missed the result of an earlier call.
 
-        `number`: the batch that it received last in this block, 0 for none. If a later one was made for it, that is
-        returned again.
+        `number`: the last batch received in this block, 0 for none. If a later batch was already created for the
+        caller, it is returned again.
         """
         k = self._sampler.state.rules.groups_per_step if k is None else k
         began_s = trio.current_time()
@@ -136,13 +136,13 @@ class Groups:
         return batch
 
     async def advance(self, version: str) -> None:
-        """Say that the policy is at `version` now: rollouts for its step may begin.
+        """Announce that the policy is now at `version`: rollouts for its step may start.
 
         Confirms the batches taken so far, unless `confirm` is `explicit`.
 
         Raises:
-            ValueError: that version was announced before, or too few groups were taken at the present one, so that
-                others would get older than `max_staleness`. Nothing has changed.
+            ValueError: that version was announced before, or too few groups were taken at the current version, so that
+                others would exceed `max_staleness`. Nothing has changed.
             ServiceError: the session is over.
             ConfigError: the journal cannot be written.
         """
@@ -155,7 +155,7 @@ class Groups:
         await self._commit(build)
 
     async def confirm(self, number: int) -> None:
-        """Say that the batches up to `number` are in a checkpoint: they are not given again.
+        """Confirm that the batches up to `number` are in a checkpoint, so that they are not returned again.
 
         Raises:
             ServiceError: the session is over.
@@ -165,21 +165,21 @@ class Groups:
         await self._commit(lambda: [Confirmed(number)])
 
     def progress(self) -> str:
-        """Return a clause that says what there is for the next batch, and what is at work, for people."""
+        """Return a human-readable clause about the groups available for the next batch and the running ones."""
         return self._sampler.progress()
 
     def statistics(self) -> dict[str, int | float | None]:
-        """Return the figures of the run so far, flat, for a log.
+        """Return the statistics of the run so far, flat, for a log.
 
-        Names as in `BatchStatistics` and `Totals` (counts of rollouts, or of groups where it says so), besides:
-        `take_wait_s`, the seconds that this block has spent in `take`.
+        Names are those of `BatchStatistics` and `Totals` (counts of rollouts, or of groups if the name contains it),
+        and `take_wait_s`, the seconds spent in `take` in this block.
         """
         return {**self._sampler.statistics(), "take_wait_s": self._waited_s}
 
     # ------------------------------------------------------------------------------------------------- background
 
     async def serve(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """Sample until cancelled. Submit and cancel first what is under way."""
+        """Sample until cancelled. First submit and cancel everything that is pending."""
         async with open_single_nursery() as self._nursery:
             self._nursery.start_soon(self._guard, self._receive)
             self._nursery.start_soon(self._guard, self._replenish)
@@ -187,7 +187,7 @@ class Groups:
             task_status.started()
 
     async def finish(self) -> None:
-        """End the run: cancel what is at work, and write its lines. The node has `CANCEL_TIMEOUT_S` to answer.
+        """End the run: cancel running jobs and write their lines. The node has `CANCEL_TIMEOUT_S` to answer.
 
         Raises:
             ConfigError: the journal cannot be written.
@@ -197,7 +197,7 @@ class Groups:
         await self._cancel_at_node(effects.cancel)
 
     async def abandon(self) -> None:
-        """Cancel at the node what is at work, for a run that nobody can come back to."""
+        """Cancel running jobs on the node, for a run that cannot be resumed."""
         pending = self._sampler.pending()
         await self._cancel_at_node([*(job_id for job_id, _ in pending.submit), *pending.cancel])
 
@@ -209,22 +209,22 @@ class Groups:
             await self._client.cancel(job_ids, "the trainer's run is over", ahead=True)
 
     async def come_back(self, event: Returned) -> None:
-        """Take note of it that this is another trainer than the one that began the run."""
+        """Record that another trainer resumes the run."""
         await self._commit(lambda: [event])
 
     async def confirm_taken(self) -> None:
-        """Confirm what `take` returned, if batches are confirmed by what comes next."""
+        """Confirm the batches returned by `take`, if later calls confirm them."""
         if self._failure is None:
             await self._commit(self._confirmed)
 
     def _confirmed(self) -> list[Event]:
-        """Return the event that confirms what was handed out, if it is not for the trainer to do."""
+        """Return the event that confirms the returned batches, unless the trainer must do it."""
         state = self._sampler.state
         handed_out = state.given[: len(state.handed_at)]
         return [Confirmed(handed_out[-1].number)] if handed_out and self._confirms else []
 
     def fail(self, failure: ServiceError | ConfigError) -> None:
-        """Have every call raise `failure` from now on. Only the first one counts."""
+        """Make every following call raise `failure`. Only the first failure counts."""
         self._failure = self._failure or failure
         self._notify()
 
@@ -251,7 +251,7 @@ class Groups:
                 await self._changed.wait()
 
     async def _take_now(self, k: int) -> Batch | None:
-        """Make the batch; None if it is not complete after all."""
+        """Create the batch; return None if it is not complete after all."""
         again: Batch | None = None
 
         def build() -> list[Event]:
@@ -269,12 +269,12 @@ class Groups:
         if self.last_batch == before:
             return None
         batch = self._sampler.state.given[-1]
-        with trio.move_on_after(FLUSH_TIMEOUT_S, shield=True):  # the batch is made: a cancel must not lose it
+        with trio.move_on_after(FLUSH_TIMEOUT_S, shield=True):  # the batch exists: a cancel must not lose it
             await self._flush()
         return batch
 
     def _missed(self, number: int) -> Batch | None:
-        """Return the first batch after `number` that was handed out in this block."""
+        """Return the first batch after `number` that was returned in this block."""
         state = self._sampler.state
         handed_out = state.given[: len(state.handed_at)]
         return next((batch for batch in handed_out if batch.number > number), None)
@@ -289,12 +289,12 @@ class Groups:
             cursor = arrived[-1][0]
 
     def _event_of(self, outcome: Outcome) -> Event | None:
-        """Return the event of an outcome; None if nothing follows from it. What is not trained on is not kept whole."""
+        """Return the event of an outcome; None if it has no effect. Tokens are kept only if they may be trained on."""
         if not self._sampler.owns(outcome.job_id):
             self._on_other(outcome)
             return None
         if not self._sampler.awaits(outcome.job_id):
-            return None  # it comes again, or its run was finished
+            return None  # it will be sent again, or its run was finished
         if outcome.reward is None or not self._sampler.may_train(outcome.job_id):
             bare = msgspec.structs.replace(outcome, trajectory=None, details={}, evaluation_log="")
             return Arrived(bare, correct=False)
@@ -313,14 +313,14 @@ class Groups:
                 await self._changed.wait()
 
     async def _commit(self, build: Callable[[], Sequence[Event]], *, dispatch: bool = True) -> Effects:
-        """Write the events to the journal, apply them, and have done what follows. `build` is called in its turn."""
+        """Write the events to the journal, apply them, and carry out the effects. `build` is called under the lock."""
         async with self._lock:
             events = build()
             whole = Effects()
             if not events:
                 return whole
             await self._in_thread(self._store, events)
-            # From here on there is no checkpoint: what is in the journal is applied.
+            # No checkpoint from here on: events in the journal must be applied.
             for event in events:
                 effects = self._sampler.apply(event)
                 whole.submit += effects.submit
@@ -333,7 +333,7 @@ class Groups:
             return whole
 
     def _store(self, events: Sequence[Event]) -> None:
-        """Runs in a thread, while the lock is held."""
+        """Runs in a thread while the lock is held."""
         assert self._journal is not None
         self._write_lines()
         if self._journal.mostly_history:
@@ -350,7 +350,10 @@ class Groups:
             await self._in_thread(self._write_lines)
 
     async def _in_thread(self, write: Callable[..., None], *args: object) -> None:
-        """Write to the journal, if there is one. After an error nothing may follow: lines would be missing."""
+        """Write to the journal, if there is one.
+
+        After an error all later writes fail, because lines would be missing.
+        """
         if self._journal is None:
             return
         try:
@@ -361,7 +364,7 @@ class Groups:
 
     def _dispatch(self, effects: Effects) -> None:
         if self._nursery is None:
-            return  # before the beginning: `serve` asks for all that is under way
+            return  # before the start: `serve` requests everything that is pending
         waves: dict[float, list[str]] = {}
         for job_id, failures in effects.submit:
             delay_s = 0.0 if failures < 2 else min(MAX_BACKOFF_S, 2.0 ** (failures - 2))
@@ -385,7 +388,7 @@ class Groups:
                 await self._commit(partial(list, [Lost(name) for name in lost]))
 
     async def _cancel(self, job_ids: Sequence[str]) -> None:
-        # `ahead`: the submit of one of them may still be on its way.
+        # `ahead`: the submission of such a job may still be in progress.
         answer = await self._client.cancel(job_ids, "its batch was complete without it", ahead=True)
         if answer.unknown:
             await self._commit(lambda: [Lost(name) for name in answer.unknown])

@@ -1,8 +1,8 @@
-"""A sampler's state on a disk: a write-ahead log of its events, and the manifest. Blocks on the disk.
+"""A sampler's state on disk: a write-ahead log of its events, and the manifest. Blocks on the disk.
 
-`journal` begins with a stored state, and goes on with the events after it; a record is where it begins, its length, its
-CRC-32, and msgpack. When most of it is history, it is written anew from the present state. `manifest.jsonl` follows
-from the journal: what a kill cut off is written again.
+`journal` starts with a stored state, followed by later events. A record consists of its offset, its length, its CRC-32,
+and msgpack. When the journal is mostly history, it is rewritten from the current state. `manifest.jsonl` is derived
+from the journal: lines lost in a kill are written again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MANIFEST: Final = "manifest.jsonl"
 LOCK: Final = "lock"
 FORMAT: Final = 1
 HISTORY_BYTES: Final = 16 * 1024 * 1024
-"""The journal is written anew when it is so much longer than twice its stored state."""
+"""The journal is rewritten when it exceeds twice its stored state by this much."""
 _PREFIX: Final = struct.Struct("<QII")
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -43,10 +43,10 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     """The first record of a journal.
 
     Attributes:
-        format: of the journal; another one is refused.
-        session_id: of the session whose jobs these are.
+        format: of the journal; other formats are refused.
+        session_id: of the session that owns the jobs.
         manifest_bytes: length of the manifest at that time.
-        state: the sampler's at that time.
+        state: the sampler's state at that time.
     """
 
     format: int
@@ -63,14 +63,14 @@ class SamplerJournal:
     """The journal and the manifest in a folder, which it locks. Call `begin` or `events` once, then `append`.
 
     Attributes:
-        beginning: the stored state that the journal has; None: it is new.
+        beginning: the stored state in the journal; None if it is new.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder, which is made if need be.
+        """Open the folder; create it if necessary.
 
         Raises:
-            ConfigError: it cannot be used, another process has it, or its journal is damaged or of another format.
+            ConfigError: it cannot be used, another process uses it, or its journal is damaged or in another format.
         """
         self._folder = folder
         self._path = folder / JOURNAL
@@ -94,7 +94,6 @@ class SamplerJournal:
 
     @property
     def manifest_path(self) -> Path:
-        """Return where the manifest is."""
         return self._folder / MANIFEST
 
     @property
@@ -103,7 +102,7 @@ class SamplerJournal:
         return self._size > 2 * self._begun_bytes + HISTORY_BYTES
 
     def begin(self, session_id: str, state: SamplerState) -> None:
-        """Write the journal anew, with `state` alone. A kill leaves the old or the new one.
+        """Rewrite the journal with only `state`. A kill leaves either the old or the new journal.
 
         Raises:
             ConfigError: it cannot be written.
@@ -126,7 +125,7 @@ class SamplerJournal:
             self._size = self._begun_bytes = len(record)
 
     def events(self) -> Iterator[Event]:
-        """Yield the events after the stored state, oldest first. A record that a kill cut off is dropped at the end.
+        """Yield the events after the stored state, oldest first. A truncated last record is dropped.
 
         Raises:
             ConfigError: the journal is damaged.
@@ -142,7 +141,7 @@ class SamplerJournal:
             self._journal.truncate(self._size)
 
     def append(self, events: Sequence[Event]) -> None:
-        """Return when the events are on the disk. After an error none of them counts, but a kill may have left them.
+        """Return when the events are on disk. After an error the events do not count, but a kill may have left them.
 
         Raises:
             ConfigError: they cannot be written.
@@ -161,7 +160,7 @@ class SamplerJournal:
             self._size += len(record)
 
     def write_lines(self, lines: Sequence[ManifestLine]) -> None:
-        """Append to the manifest. Write only lines that follow from events which are on the disk.
+        """Append to the manifest. Write only lines derived from events that are on disk.
 
         Raises:
             ConfigError: they cannot be written.
@@ -173,7 +172,7 @@ class SamplerJournal:
             self._manifest.flush()
 
     def close(self) -> None:
-        """Close the files and let go of the folder."""
+        """Close the files and unlock the folder."""
         self._files.close()
 
     def _read_beginning(self) -> Beginning:
@@ -190,9 +189,9 @@ class SamplerJournal:
             raise ConfigError(f"{self._path} is no journal of a sampler: {exc}") from exc
 
     def _next_record(self) -> bytes | None:
-        """Return the record at `_size`, and move behind it; None at the end, or where a kill cut the last one off.
+        """Return the record at `_size`, and move past it; None at the end, or if a kill truncated the last record.
 
-        Each record was synced before the next was written: if there is a whole one behind it, it is not the last one.
+        Each record was synced before the next was written, so a damaged record before a whole one was not the last.
         """
         assert self._journal is not None
         with _named(self._path):
@@ -208,7 +207,7 @@ class SamplerJournal:
         return None
 
     def _manifest_bytes(self) -> int:
-        """Return how much of the manifest the stored state vouches for."""
+        """Return the length of the manifest covered by the stored state."""
         there = self._manifest.seek(0, os.SEEK_END)
         wanted = 0 if self.beginning is None else self.beginning.manifest_bytes
         if there < wanted:
@@ -220,7 +219,7 @@ class SamplerJournal:
 
 
 def read_session_id(folder: Path) -> str | None:
-    """Return the session whose jobs are in a sampler's `folder`; None if there is no journal.
+    """Return the session whose jobs are in a sampler's `folder`; None without a journal.
 
     Raises:
         ConfigError: the folder cannot be used, is in use, or is damaged.
@@ -237,7 +236,7 @@ def _record(begin: int, payload: bytes) -> bytes:
 
 
 def _payload(prefix: bytes, begin: int, read: Callable[[int], bytes]) -> bytes | None:
-    """Return what follows `prefix`, which was read at `begin`; None if that is no whole record."""
+    """Return the payload after `prefix`, which was read at `begin`; None if the record is incomplete."""
     if len(prefix) < _PREFIX.size:
         return None
     claimed, length, checksum = _PREFIX.unpack(prefix)
@@ -248,8 +247,8 @@ def _payload(prefix: bytes, begin: int, read: Callable[[int], bytes]) -> bytes |
 
 
 def _has_record(rest: bytes, begin: int) -> bool:
-    """Return True if there is a whole record anywhere in `rest`, which was read at `begin`."""
-    for shift in range(min(8, len(rest) - 7)):  # where the first field of a record would say that it is there
+    """Return True if there is a complete record anywhere in `rest`, which was read at `begin`."""
+    for shift in range(min(8, len(rest) - 7)):  # positions where the first field of a record would match its own offset
         words = np.frombuffer(rest, "<u8", count=(len(rest) - shift) // 8, offset=shift)
         places = np.arange(begin + shift, begin + len(rest) - 7, 8, dtype="<u8")
         for at in shift + 8 * np.flatnonzero(words == places):
@@ -261,7 +260,7 @@ def _has_record(rest: bytes, begin: int) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Raise an OSError of the block as a ConfigError that names `path`."""
+    """Convert an OSError in the block to a ConfigError that names `path`."""
     try:
         yield
     except OSError as exc:

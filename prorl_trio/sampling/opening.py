@@ -1,4 +1,4 @@
-"""The way into groups: the block in which they are sampled, and the state that a killed trainer left."""
+"""The entry point to groups: the block in which they are sampled, and recovery of a killed trainer's state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Confirmation = Literal["next", "explicit"]
 def instance_source(
     tasks: Sequence[TaskInstance] | Callable[[int], TaskInstance], seed: int
 ) -> Callable[[int], TaskInstance]:
-    """Return the function from a group's number to its instance; of a sequence it depends on `seed` and number only.
+    """Return the function from a group's number to its instance; for a sequence it depends only on `seed` and number.
 
     Raises:
         ValueError: the sequence is empty.
@@ -47,7 +47,7 @@ def instance_source(
 
 
 class _Shuffled:
-    """Gives all of a sequence in each epoch, in an order of that epoch's."""
+    """Returns all elements of a sequence in each epoch, in an order specific to the epoch."""
 
     def __init__(self, tasks: Sequence[TaskInstance], seed: int) -> None:
         if not len(tasks):
@@ -104,30 +104,30 @@ async def open_groups(
                 await update.load_folder(folder)
             await groups.advance("1")
 
-    The session must be the sampler's own: it takes all its outcomes. (Evaluate in another session.)
+    The session must belong to the sampler, because it consumes all outcomes. (Evaluate in another session.)
 
-    With `folder`, an outcome is acknowledged to the node when it is on the disk. A trainer that is killed at any moment
-    comes back with the same folder and session, and goes on with the same groups: rollouts go on meanwhile, nothing is
-    lost, and no rollout is trained on twice.
+    With `folder`, an outcome is acknowledged to the node after it is on disk. A trainer killed at any moment resumes
+    with the same folder, session and groups. Rollouts continue in between, nothing is lost, and no rollout is trained
+    on twice.
 
     Args:
-        client: of a session of its own.
+        client: with its own session.
         tasks: shuffled by `seed`, epoch after epoch; or a function from a group's number to its instance.
         rules: see `GroupRules`.
-        job: budgets, sampling and so on of each rollout; or a function of the instance.
-        correct: decides whether a rollout that has a reward is correct. It runs in the loop: keep it short.
-        folder: where the state is kept (`journal`, `manifest.jsonl`). None: it ends with the block.
-        trained: number of the last batch that is in the checkpoint from which the trainer starts; later ones are given
-            again. None: those that were not confirmed are.
-        version: the policy version at the beginning of the run; a run that goes on knows its own.
-        seed: of the order of `tasks`.
+        job: budgets, sampling and so on for each rollout; or a function of the instance.
+        correct: decides whether a rollout with a reward is correct. It runs in the event loop, so it must be fast.
+        folder: for the state (`journal`, `manifest.jsonl`). None: the state ends with the block.
+        trained: number of the last batch in the trainer's starting checkpoint; later batches are returned again. None:
+            unconfirmed batches are returned again.
+        version: the policy version at the beginning of the run; ignored when a run is resumed.
+        seed: for the order of `tasks`.
         confirm: a batch is confirmed by the next `take` or `advance` (`next`), or by `Groups.confirm` (`explicit`).
-        cancel_at_end: leaving the block without an exception ends the run: what is at work is cancelled. False: it
-            goes on at the node, for a trainer that comes back. So it does after an exception, if there is a `folder`.
-        on_other: is given outcomes that are not of this run, before they are acknowledged. By default they are logged.
+        cancel_at_end: leaving the block without an exception ends the run and cancels running jobs. False: they
+            continue on the node for a returning trainer, as they do after an exception if `folder` is given.
+        on_other: receives outcomes of other runs before they are acknowledged. By default they are logged.
 
     Raises:
-        ConfigError: `folder` cannot be used, is in use, or is of another session, or of groups of another size.
+        ConfigError: `folder` cannot be used, is in use, or belongs to another session or another group size.
         ValueError: `tasks` is empty.
     """
     instance_of = instance_source(tasks, seed)
@@ -147,11 +147,11 @@ async def open_groups(
         async with open_single_nursery() as nursery:
             await nursery.start(groups.serve)
             yield groups
-            nursery.cancel_scope.cancel()  # nothing new is begun from here on
+            nursery.cancel_scope.cancel()  # no new work starts from here on
         await (groups.finish() if cancel_at_end else groups.confirm_taken())
     except BaseException:
-        if groups is not None and journal is None:  # nobody can come back to it
-            with trio.CancelScope(shield=True):  # it has a time limit of its own
+        if groups is not None and journal is None:  # it cannot be resumed
+            with trio.CancelScope(shield=True):  # it has its own time limit
                 await groups.abandon()
         raise
     finally:
@@ -164,7 +164,7 @@ async def open_groups(
 def _restore(
     journal: SamplerJournal | None, session_id: str, rules: GroupRules, version: str
 ) -> tuple[GroupSampler, list[ManifestLine]]:
-    """Return the sampler as the journal has it, and the lines that follow; a new one if there is none."""
+    """Return the sampler restored from the journal, and its manifest lines; a new one without a journal."""
     if journal is None or journal.beginning is None:
         sampler = GroupSampler.begin(uuid.uuid4().hex[:8], rules, version)
         if journal is not None:
@@ -192,10 +192,10 @@ def _restore(
 
 
 def _check_trained(sampler: GroupSampler, trained: int | None) -> None:
-    """Look whether the batches after the trainer's checkpoint are still there.
+    """Check that the batches after the trainer's checkpoint still exist.
 
     Raises:
-        ConfigError: the checkpoint is of a later batch than the last one.
+        ConfigError: the checkpoint is later than the last batch.
     """
     if trained is None:
         return

@@ -1,4 +1,4 @@
-"""The rules by which groups are sampled, and the part of a job that is the same for all rollouts."""
+"""The rules for sampling groups, and the part of a job that all rollouts share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from prorl_trio.types.models import AgentProgram, Budgets, JobSpec, RetryPolicy, SamplingParams, TaskInstance
 
 EarlyStop = Literal["keep", "cancel"]
-"""The fate of what still runs when a batch is complete: it goes on and is trained on later, or is cancelled."""
+"""The fate of running groups when a batch is complete: they continue and are trained on later, or are cancelled."""
 
 MIN_SIZE: Final = 2
 
@@ -19,19 +19,19 @@ class GroupRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         size: n, the rollouts of one instance; at least 2.
-        groups_per_step: B, the groups that one policy update is trained on. Admission counts in it: take so many
-            before each `advance`.
-        max_staleness: policy updates that may lie between the oldest token of a group and the version at which the
-            group is taken. 0: strictly on-policy; then no more than `groups_per_step` groups are at work at a time.
-        dynamic: train on informative groups only, those in which some rollouts are correct and others are not. False:
-            on all of them (plain GRPO).
-        early_stop: the fate of what still runs when a batch is complete. `keep`: it goes on, and is trained on later.
-            `cancel`: the early termination of the paper, which favours short rollouts.
-        ahead: informative groups to have ready or to expect from those at work, in units of `groups_per_step`. How many
-            groups must be at work for that follows the recent share of informative ones. More hides slow rollouts and
-            makes tokens older, within `max_staleness`.
-        max_tries: rollouts of one member of a group that may fail in a row before `take` raises `RolloutsFail`.
-        patience_groups: groups in a row that may be uninformative before `take` raises `NothingToLearn`.
+        groups_per_step: B, the groups for one policy update. Admission relies on it: take this many before each
+            `advance`.
+        max_staleness: limit on the policy updates between the oldest token of a group and the version at which it is
+            taken. 0: strictly on-policy; then at most `groups_per_step` groups run at a time.
+        dynamic: train only on informative groups, in which some rollouts are correct and others are not. False: train
+            on all groups (plain GRPO).
+        early_stop: the fate of running groups when a batch is complete. `keep`: they continue, and are trained on
+            later. `cancel`: the early termination of the paper, which favours short rollouts.
+        ahead: number of informative groups to have available or expected, in units of `groups_per_step`. The number of
+            running groups follows from the recent share of informative ones. Larger values hide slow rollouts and make
+            tokens older, within `max_staleness`.
+        max_tries: consecutive failures of one member of a group before `take` raises `RolloutsFail`.
+        patience_groups: consecutive uninformative groups before `take` raises `NothingToLearn`.
     """
 
     size: int
@@ -64,7 +64,7 @@ class GroupRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class JobTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a `JobSpec` that do not name a rollout. See there."""
+    """The fields of a `JobSpec` that are independent of the rollout. See `JobSpec`."""
 
     sampling: SamplingParams = SamplingParams()
     budgets: Budgets = Budgets()

@@ -1,4 +1,4 @@
-"""The state machine of dynamic sampling. Pure: no I/O, no clock; what it is told are the events of `events`."""
+"""The state machine of dynamic sampling. Pure: no I/O, no clock; its inputs are the events of `state`."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
 
 
 NOT_FINITE: Final = "reward_not_finite"
-"""The cause that is counted for a reward that is no number."""
+"""The cause recorded for a reward that is not a finite number."""
 
 
 class NothingToLearn(ServiceError):
-    """So many groups in a row were uninformative that the tasks have nothing to teach this policy.
+    """Too many consecutive groups were uninformative: the tasks have nothing to teach this policy.
 
-    `take` may be called again: it has the same patience once more.
+    `take` may be called again, with fresh patience.
 
     Attributes:
-        solved: how many of them had only correct rollouts.
-        unsolved: how many had none.
+        solved: number of these groups with only correct rollouts.
+        unsolved: number of these groups without correct rollouts.
     """
 
     code = "nothing_to_learn"
@@ -82,13 +82,13 @@ class NothingToLearn(ServiceError):
 
 
 class RolloutsFail(ServiceError):
-    """A member of a group was sampled again and again, and never had a reward: the infrastructure does not work.
+    """A member of a group was sampled repeatedly without ever getting a reward: the infrastructure is broken.
 
-    `take` may be called again: the member has as many tries once more.
+    `take` may be called again, with fresh tries for the member.
 
     Attributes:
-        job_id: the rollout that failed last.
-        causes: how often each `cause/error_code` ended a try of this member.
+        job_id: the last failed rollout.
+        causes: number of tries of this member that ended with each `cause/error_code`.
     """
 
     code = "rollouts_fail"
@@ -104,12 +104,12 @@ class RolloutsFail(ServiceError):
 
 
 class Effects(msgspec.Struct, kw_only=True):
-    """The work that an event leaves to do.
+    """The actions required by an event.
 
     Attributes:
-        submit: ids of jobs to submit, each with the number of failures before it in a row.
+        submit: ids of jobs to submit, each with its number of consecutive failures so far.
         cancel: ids of jobs to cancel.
-        lines: fates that are final now, in order.
+        lines: fates that are now final, in order.
     """
 
     submit: list[tuple[str, int]] = []
@@ -118,16 +118,16 @@ class Effects(msgspec.Struct, kw_only=True):
 
 
 class GroupSampler:
-    """The state of a run: groups at work, groups that wait, batches that are not confirmed.
+    """The state of a run: running groups, waiting groups, unconfirmed batches.
 
-    `apply` is the one way to change it; all else asks. The same events in the same order lead to the same state, so it
-    can be rebuilt from a journal of them, or from `state` and those that came after.
+    Only `apply` changes it. The same events in the same order lead to the same state, so it can be rebuilt from a
+    journal of events, or from `state` and later events.
     """
 
     def __init__(self, state: SamplerState) -> None:
         self.state = state
         self._jobs: dict[str, tuple[GroupState, int]] = {}
-        """Jobs whose outcome is to come, and those that wait for `Renewed` to be submitted."""
+        """Jobs with a pending outcome, and jobs whose submission waits for `Renewed`."""
         for group in (*state.running.values(), *state.leaving.values()):
             for index, member in enumerate(group.members):
                 if member.outcome is None and not member.gone:
@@ -135,7 +135,7 @@ class GroupSampler:
 
     @classmethod
     def begin(cls, run: str, rules: GroupRules, version: str) -> GroupSampler:
-        """Return a new run's. `run` begins the ids of its jobs."""
+        """Return the sampler of a new run. The ids of its jobs begin with `run`."""
         return cls(SamplerState(run=run, rules=rules, versions=[version], taken_at=[0]))
 
     @property
@@ -144,20 +144,20 @@ class GroupSampler:
         return len(self.state.versions) - 1
 
     def owns(self, job_id: str) -> bool:
-        """Return True if the id is of this run, whatever became of the job."""
+        """Return True if the id belongs to this run, whatever the job's fate."""
         return job_id.startswith(f"{self.state.run}-g")
 
     def awaits(self, job_id: str) -> bool:
-        """Return True if the job's outcome is to come."""
+        """Return True if the job's outcome is pending."""
         return job_id in self._jobs
 
     def may_train(self, job_id: str) -> bool:
-        """Return True if the job's outcome is to come, and may become part of a batch."""
+        """Return True if the job's outcome is pending and may become part of a batch."""
         found = self._jobs.get(job_id)
         return found is not None and found[0].number in self.state.running
 
     def spec(self, job_id: str) -> JobSpec | None:
-        """Return the job to submit; None if its outcome is not awaited any more."""
+        """Return the job to submit; None if its outcome is no longer awaited."""
         found = self._jobs.get(job_id)
         if found is None or found[0].number in self.state.leaving:
             return None
@@ -165,7 +165,7 @@ class GroupSampler:
         return group.template.spec(job_id, group_id(self.state.run, group.number), group.instance)
 
     def pending(self) -> Effects:
-        """Return all that is under way: jobs to submit and to cancel again, for a front that comes back."""
+        """Return everything pending: jobs to submit and to cancel again after a restart."""
         effects = Effects()
         for name, (group, index) in self._jobs.items():
             if group.number in self.state.leaving:
@@ -175,7 +175,7 @@ class GroupSampler:
         return effects
 
     def room(self, k: int = 0) -> int:
-        """Return how many groups to begin now; `k`: the size of the batch that is waited for, 0: none is."""
+        """Return how many groups to start now; `k`: the size of the awaited batch, 0 if none is awaited."""
         state, rules = self.state, self.state.rules
         if self.trouble() is not None:
             return 0
@@ -188,7 +188,7 @@ class GroupSampler:
         return max(0, min(wanted, self._capacity()))
 
     def trouble(self) -> ServiceError | None:
-        """Return why sampling does not get on without the trainer's word, if so. `Renewed` is that word."""
+        """Return why sampling is stopped until the trainer reacts, if it is. `Renewed` is that reaction."""
         state = self.state
         streak = state.solved_streak + state.unsolved_streak
         if streak >= state.rules.patience_groups:
@@ -200,10 +200,10 @@ class GroupSampler:
         return None
 
     def choose(self, k: int) -> list[int] | None:
-        """Return the numbers of the `k` groups that make the next batch; None while it is not complete.
+        """Return the numbers of the `k` groups for the next batch; None while it is incomplete.
 
         Raises:
-            ValueError: so many groups are never there at once.
+            ValueError: `k` groups never exist at once.
         """
         state, rules = self.state, self.state.rules
         most = (rules.max_staleness + 1) * rules.groups_per_step
@@ -221,11 +221,11 @@ class GroupSampler:
         )
 
     def waits_for_advance(self) -> bool:
-        """Return True if nothing is at work and nothing may be begun: only a new version can change that."""
+        """Return True if nothing runs and nothing may start: only a new version can change that."""
         return not self.state.running and self._capacity() <= 0
 
     def progress(self) -> str:
-        """Return a clause that says how far the next batch is, for people."""
+        """Return a human-readable clause about the progress of the next batch."""
         state = self.state
         return (
             f"{len(state.ready)} whole groups, {len(state.running)} at work, room for {max(0, self._capacity())} more "
@@ -233,7 +233,7 @@ class GroupSampler:
         )
 
     def check_advance(self, version: str) -> None:
-        """Raise ValueError if the policy cannot be at `version` next without breaking the bound of staleness."""
+        """Raise ValueError if the policy cannot move to `version` without breaking the staleness bound."""
         state, rules = self.state, self.state.rules
         if version in state.versions:
             raise ValueError(f"version {version!r} was announced before; each update needs a new name")
@@ -241,7 +241,7 @@ class GroupSampler:
             raise ValueError(f"advance to version {version!r}: batch {batch.number} is to be taken again before")
         taken, per_step = state.taken_at[-1], rules.groups_per_step
         left = self._deadlines((*state.ready.values(), *state.running.values()))
-        slots = per_step - self._to_give()  # what is given again comes before
+        slots = per_step - self._to_give()  # batches to return again come first
         if taken >= per_step or keeps_deadlines(left, version=self.version + 1, per_step=per_step, slots=slots):
             return
         raise ValueError(
@@ -251,20 +251,20 @@ class GroupSampler:
         )
 
     def unconfirmed(self) -> Batch | None:
-        """Return the batch to give again to a trainer that came back; None if it has them all."""
+        """Return the batch to return again to a resuming trainer; None if it has all batches."""
         state = self.state
         if len(state.handed_at) == len(state.given):
             return None
         return msgspec.structs.replace(state.given[len(state.handed_at)], again=True)
 
     def statistics(self) -> dict[str, int | float | None]:
-        """Return the run's figures, flat, for a log."""
+        """Return the run's statistics, flat, for a log."""
         return run_statistics(self.state)
 
     # ------------------------------------------------------------------------------------------------------- events
 
     def apply(self, event: Event) -> Effects:
-        """Change the state by `event`, and return what is to be done about it."""
+        """Change the state by `event`, and return the required actions."""
         effects = Effects()
         match event:
             case Arrived():
@@ -311,7 +311,7 @@ class GroupSampler:
         effects.submit.append((name, group.members[index].failures))
 
     def _arrive(self, outcome: Outcome, correct: bool, effects: Effects) -> None:
-        """Take an outcome. One that is not awaited changes nothing: it came before, or there is a line about it."""
+        """Process an outcome. An outcome that is not pending is ignored: it is a duplicate, or already has a line."""
         found = self._jobs.pop(outcome.job_id, None)
         if found is None:
             return
@@ -357,7 +357,7 @@ class GroupSampler:
         self._jobs[job_id(self.state.run, group, index)] = (group, index)
 
     def _decide(self, group: GroupState, effects: Effects) -> None:
-        """Sort a whole group: it waits for a batch, or it has nothing to teach."""
+        """Classify a complete group: it waits for a batch, or is uninformative."""
         state, size = self.state, len(group.members)
         del state.running[group.number]
         right = _right(group)
@@ -378,7 +378,7 @@ class GroupSampler:
         self._discard(group, effects)
 
     def _discard(self, group: GroupState, effects: Effects) -> None:
-        """Give up a whole group that has nothing to teach."""
+        """Discard a complete, uninformative group."""
         size = len(group.members)
         count(self.state, "uninformative", size)
         why: Why = "solved" if _right(group) else "unsolved"
@@ -419,7 +419,7 @@ class GroupSampler:
         state.handed_at.append(self.version)
 
     def _cancel(self, groups: Iterable[GroupState], why: Why, effects: Effects) -> None:
-        """Cancel groups at work. They are remembered until their outcomes say how much time they had."""
+        """Cancel running groups. They are remembered until their outcomes report their durations."""
         state = self.state
         for group in groups:
             state.leaving[group.number] = state.running.pop(group.number)
@@ -437,7 +437,7 @@ class GroupSampler:
         state.stuck = [each for each in state.stuck if each[0] in state.running]
 
     def _drop(self, groups: Iterable[GroupState], effects: Effects) -> None:
-        """Give up whole groups that would be too old for a trainer that came back."""
+        """Discard complete groups that would be too old for a resuming trainer."""
         for group in groups:
             del self.state.ready[group.number]
             count(self.state, "cancelled", len(group.members))
@@ -472,10 +472,10 @@ class GroupSampler:
             self._submit(state.running[number], index, effects)
 
     def _return(self, event: Returned, effects: Effects) -> None:
-        """Go to where the trainer is: to the version at which the first batch that it does not have was taken.
+        """Move to the trainer's position: the version at which its first missing batch was taken.
 
-        That may be before the present version, or after it: the trainer before this one may have had less. Its rules
-        hold for the groups that were begun under other rules, too.
+        That version may be earlier or later than the current one, because the previous trainer may have had less. Its
+        rules also apply to groups started under other rules.
         """
         state = self.state
         former, state.rules = state.rules, event.rules
@@ -495,7 +495,7 @@ class GroupSampler:
         state.versions, state.undone = names[:kept], names[kept:]
         state.taken_at = [*taken_at[: kept - 1], sum(taken_at[kept - 1 :])]
         early = [group for group in state.running.values() if group.born > self.version]
-        for group in early:  # what they still sample is of this version
+        for group in early:  # tokens sampled from now on have this version
             group.born, group.born_version = self.version, state.versions[-1]
         if state.rules.dynamic and not former.dynamic:
             for group in [each for each in state.ready.values() if not 0 < _right(each) < len(each.members)]:
@@ -507,7 +507,7 @@ class GroupSampler:
         self._cancel([each for each in overdue if each.number in state.running], "came_back", effects)
 
     def _overdue(self, groups: Sequence[GroupState]) -> list[GroupState]:
-        """Return those of `groups` that would get too old: batches to give again and the groups before come first."""
+        """Return the `groups` that would get too old after batches to return again and earlier groups."""
         state, per_step = self.state, self.state.rules.groups_per_step
         slots = max(0, per_step - state.taken_at[-1]) - self._to_give()
         kept: list[int] = []
@@ -552,7 +552,7 @@ class GroupSampler:
         )
 
     def _to_give(self) -> int:
-        """Return how many groups are in batches to give again, which count at the version at which that is."""
+        """Return the number of groups in batches to return again; they count at the version of that moment."""
         return sum(len(batch.groups) for batch in self.state.given[len(self.state.handed_at) :])
 
     def _deadlines(self, groups: Iterable[GroupState]) -> list[int]:
@@ -560,5 +560,5 @@ class GroupSampler:
 
 
 def _right(group: GroupState) -> int:
-    """Return how many rollouts of a group are correct."""
+    """Return the number of correct rollouts in a group."""
     return sum(member.correct for member in group.members)

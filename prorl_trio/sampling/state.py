@@ -1,4 +1,4 @@
-"""The state of a sampler, as it is stored. Changed by `GroupSampler` only."""
+"""The state of a sampler as it is stored. Changed only by `GroupSampler`."""
 
 from __future__ import annotations
 
@@ -14,80 +14,80 @@ class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
 
 
 class Opened(_Event, frozen=True):
-    """A new group was begun; its number is the next one."""
+    """A new group started; it gets the next number."""
 
     instance: TaskInstance
     template: JobTemplate
 
 
 class Arrived(_Event, frozen=True):
-    """A rollout ended. `correct` counts where it has a reward."""
+    """A rollout ended. `correct` counts only if it has a reward."""
 
     outcome: Outcome
     correct: bool
 
 
 class Lost(_Event, frozen=True):
-    """The node does not know the job any more: its outcome will not come."""
+    """The node no longer knows the job, so its outcome will not arrive."""
 
     job_id: str
 
 
 class Taken(_Event, frozen=True):
-    """A batch of these groups was made. `confirms`: the batches before it are confirmed."""
+    """A batch of these groups was created. `confirms`: the previous batches are confirmed."""
 
     groups: list[int]
     confirms: bool
 
 
 class GivenAgain(_Event, frozen=True):
-    """A trainer that came back got the batch once more. `confirms`: the batches before it are confirmed."""
+    """A resuming trainer got the batch again. `confirms`: the previous batches are confirmed."""
 
     number: int
     confirms: bool
 
 
 class Advanced(_Event, frozen=True):
-    """The policy is at a new version. `confirms`: the batches given so far are confirmed."""
+    """The policy is at a new version. `confirms`: the batches returned so far are confirmed."""
 
     version: str
     confirms: bool
 
 
 class Confirmed(_Event, frozen=True):
-    """The batches up to `number` will not be asked for again."""
+    """The batches up to `number` will not be requested again."""
 
     number: int
 
 
 class Renewed(_Event, frozen=True):
-    """The trainer was told what does not get on, and wants to go on all the same."""
+    """The trainer was notified that sampling is stopped, and wants to continue."""
 
 
 class Returned(_Event, frozen=True):
-    """A trainer came back to the run; `trained` is the last batch in its checkpoint, if it said so."""
+    """A trainer resumed the run; `trained` is the last batch in its checkpoint, if given."""
 
     rules: GroupRules
     trained: int | None
 
 
 class Finished(_Event, frozen=True):
-    """The run is over: nothing more will be trained on."""
+    """The run is over: no more groups will be trained on."""
 
 
 Event = Opened | Arrived | Lost | Taken | GivenAgain | Advanced | Confirmed | Renewed | Returned | Finished
 
 
 class MemberState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A member of a group: the rollout that stands for it now.
+    """A member of a group: its current rollout.
 
     Attributes:
         attempt: number of that rollout, from 1.
-        failures: of its rollouts in a row, since the trainer was told last.
-        causes: how often each `cause/error_code` ended one of them. `error`: the last one's text.
-        stuck: it has failed too often, and waits for the trainer's word.
-        outcome: the rollout's, if it has a reward; in a group that is cancelled, any.
-        gone: in a group that is cancelled: there will be no outcome.
+        failures: consecutive failures since the trainer was last notified.
+        causes: number of failures by `cause/error_code`. `error`: text of the last one.
+        stuck: it has failed too often, and waits for the trainer's reaction.
+        outcome: the rollout's outcome if it has a reward; in a cancelled group, any outcome.
+        gone: in a cancelled group: there will be no outcome.
     """
 
     attempt: int = 1
@@ -101,10 +101,10 @@ class MemberState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class GroupState(msgspec.Struct, kw_only=True):
-    """A group that is at work, whole and waiting, or cancelled and ending.
+    """A group that is running, complete and waiting, or cancelled and ending.
 
     Attributes:
-        born: updates before its submission; `born_version`: the version of that time.
+        born: number of updates before its submission; `born_version`: the version at that time.
     """
 
     number: int
@@ -116,7 +116,7 @@ class GroupState(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Counts, of the run or since a batch. Rollouts, but for those that say groups."""
+    """Counts for the run or since a batch: rollouts, or groups if the name contains it."""
 
     submitted: int = 0
     ended: int = 0
@@ -132,24 +132,24 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 class SamplerState(msgspec.Struct, kw_only=True):
-    """All that a sampler knows.
+    """The complete state of a sampler.
 
     Attributes:
-        run: first part of the ids of its jobs and groups.
-        versions: the policy's, from the run's first one on. `taken_at`: how many groups were taken at each.
-        undone: the versions after those, which the trainer had reached before it came back without them.
-        running, ready, leaving: groups by number: at work; whole and waiting for a batch; cancelled, whose outcomes are
-            still to come.
+        run: prefix of the ids of its jobs and groups.
+        versions: the policy's, from the run's first one on. `taken_at`: number of groups taken at each.
+        undone: later versions that the trainer had reached before it resumed from an earlier one.
+        running, ready, leaving: groups by number: running; complete and waiting for a batch; cancelled with pending
+            outcomes.
         next_group, next_batch: numbers.
-        lines: fates since the batch before.
-        given: batches that are not confirmed, oldest first; `handed_at`: updates so far when the present
-            trainer was given each of those that it has.
-        stuck: number and index of members that have failed too often, and wait for the trainer's word.
+        lines: fates since the previous batch.
+        given: unconfirmed batches, oldest first; `handed_at`: the number of updates when the current trainer got each
+            of its batches.
+        stuck: number and index of members that have failed too often, and wait for the trainer's reaction.
         solved_streak, unsolved_streak: uninformative groups since the last informative one.
-        recent: whether each of the groups decided lately was informative.
+        recent: whether each recently decided group was informative.
         totals, since_batch: see `Totals`.
-        submitted_s, eligible_s, trained_s: durations of groups: of all that ended; of those without the uninformative
-            ones; of those in batches.
+        submitted_s, eligible_s, trained_s: durations of all ended groups; of ended groups without uninformative ones;
+            of groups in batches.
     """
 
     run: str
@@ -177,10 +177,10 @@ class SamplerState(msgspec.Struct, kw_only=True):
 
 
 def group_id(run: str, number: int) -> str:
-    """Return the id that the jobs of a group share."""
+    """Return the id shared by the jobs of a group."""
     return f"{run}-g{number}"
 
 
 def job_id(run: str, group: GroupState, index: int) -> str:
-    """Return the id of the rollout that stands for a member now."""
+    """Return the id of a member's current rollout."""
     return f"{run}-g{group.number}-{index}-{group.members[index].attempt}"

@@ -1,4 +1,4 @@
-"""The folder of large things that can be made again. Standard library only: read before `.venv` exists."""
+"""The folder of large reproducible files. Standard library only: it is read before `.venv` exists."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The user's cache folder of this project. Not created here.
+    """Return the user's cache folder of this project, without creating it.
 
     `PRORL_CACHE_DIR` if set; else `prorl-trio` in `XDG_CACHE_HOME` (ignored when relative, as its specification asks);
     else `~/.cache/prorl-trio`.
 
     Raises:
-        FileNotFoundError: it is below the home folder, and the user has none, as a container's user may have.
+        FileNotFoundError: it is below the home folder, which the user lacks, as a container's user may.
     """
     try:
         if chosen := os.environ.get("PRORL_CACHE_DIR"):

@@ -39,13 +39,13 @@ class DaemonSandbox(Sandbox):
 
     Args:
         sandbox_id: its name.
-        rpc: the daemon is at its other end.
-        explain: adds to a message what the process said.
-        next_breach: the limit that the kernel kept for the sandbox as a whole since it was last asked, and a sentence
+        rpc: the channel to the daemon.
+        explain: adds the output of the process to a message.
+        next_breach: returns the kernel-enforced limit that the sandbox has hit since the last call, and a sentence
             about it; both empty if none.
-        ended_from_inside: asked when it is lost: whether what runs inside brought that about. By default nobody knows.
-        silence: sees whether it could run while it was silent. By default its silence is never excused.
-        ports: on which the daemon sends sockets of the sandbox's own network; None: it has none, or no own network.
+        ended_from_inside: called when it is lost: returns whether something inside caused that. Default: unknown.
+        silence: checks whether the sandbox could run while it was silent. By default its silence is never excused.
+        ports: the socket on which the daemon sends sockets of the sandbox's own network; None without such a network.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DaemonSandbox(Sandbox):
         if self._ports is None:
             return await super().open_port(port)
         opened = await self.call(PortOpen(port), PortOpened, PORT_TIMEOUT_S)
-        # The daemon sent it before it answered: nothing is waited for here.
+        # The daemon sent it before it answered, so this never waits.
         _, descriptors, _, _ = socket.recv_fds(self._ports, MAX_PORT_BYTES, 1, socket.MSG_DONTWAIT)
         if len(descriptors) != 1:
             raise SandboxCallFailed(f"sandbox {self.sandbox_id}: port {opened.port} came without its socket")
@@ -114,7 +114,7 @@ class DaemonSandbox(Sandbox):
 
     async def _was_lost_from_inside(self) -> bool:
         silence = self._silence
-        if silence is not None and silence.is_too_long:  # at once: no budget is to run out in the meantime
+        if silence is not None and silence.is_too_long:  # at once: budgets must not run out before
             return False
         return await self._ended_from_inside() and not (silence is not None and await silence.stands_still())
 
@@ -123,7 +123,7 @@ class DaemonSandbox(Sandbox):
             self._silence.on_standstill = uncount
 
     def _excuses(self) -> Callable[[], Awaitable[float]] | None:
-        """Return what a call asks while it has no answer, see `RpcClient.call`."""
+        """Return the function to call while an answer is missing, see `RpcClient.call`."""
         silence = self._silence
         if silence is None:
             return None

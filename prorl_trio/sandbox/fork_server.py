@@ -1,8 +1,8 @@
-"""The fork server of a node, seen from the node: sandboxes of one root by a fork each, in milliseconds.
+"""The node's side of its fork server, which starts sandboxes of one root by a fork each, in milliseconds.
 
-What a new daemon and its IPython import takes a third of a second of CPU, and a sandbox that bubblewrap makes pays it
-anew. The server (`prorl_daemon.fork_server`) has imported it all, in a root that bubblewrap has made, where each
-sandbox gets namespaces of its own.
+Importing a daemon and its IPython takes a third of a second of CPU in each sandbox that bubblewrap starts. The server
+(`prorl_daemon.fork_server`) has imported everything, in a root made by bubblewrap, and each sandbox gets its own
+namespaces there.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOLD: Final = ("/bin/sh", "-c", "echo READY; read line; read line")
-"""A command that keeps a root for others to enter, until its standard input ends."""
+"""A command that holds a root for others to enter, until its standard input ends."""
 START_TIMEOUT_S: Final = 30.0
 FORK_TIMEOUT_S: Final = 10.0
-"""The time for an answer, above what a fork takes on a machine that is very busy."""
+"""Time limit for an answer, longer than a fork takes on a very busy machine."""
 
 
 class ForkedLeader:
-    """The first process of a sandbox, forked: a child of this process, and the init of its PID namespace."""
+    """The first process of a forked sandbox: a child of this process, and the init of its PID namespace."""
 
     is_init = True
 
@@ -57,11 +57,11 @@ class ForkedLeader:
         return f"<ForkedLeader {self.pid}: {self.returncode}>"
 
     def poll(self) -> int | None:
-        """Reap it if it has ended; return, and set, `returncode`: -n after signal n."""
+        """Reap it if it has ended; set and return `returncode`, which is -n after signal n."""
         return self._reap(os.WNOHANG)
 
     def end(self) -> None:
-        """Kill and reap it. Blocks, for milliseconds."""
+        """Kill and reap it. Blocks for milliseconds."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             self._reap(0)
@@ -75,7 +75,7 @@ class ForkedLeader:
 
 
 class ForkServer:
-    """A running fork server. Made by `open_fork_server`."""
+    """A running fork server. `open_fork_server` creates it."""
 
     def __init__(self, tree: ProcessTree, control: socket.socket, *, limits_processes: bool) -> None:
         self._tree = tree
@@ -90,11 +90,10 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The server's process."""
         return self._tree.pid
 
     async def wait_gone(self) -> None:
-        """Return when it has ended, or does not answer: no more can be forked."""
+        """Return when it has ended or does not answer, and can no longer fork."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
             await self._broken.wait()
@@ -103,10 +102,10 @@ class ForkServer:
     async def fork(
         self, spec: SandboxSpec, streams: tuple[int, int, int], inherited_fds: Sequence[int], *, in_cgroup: bool = False
     ) -> ForkedLeader | None:
-        """Return the first process of a new sandbox for `spec`, which waits for its start line; None if there is none.
+        """Return the first process of a new sandbox for `spec`, which waits for its start line, or None.
 
-        It has `streams` as its standard input, output and errors, and `inherited_fds` by the numbers they have here.
-        Its namespaces have their limits; of processes not if it is to be `in_cgroup`, where the kernel counts them.
+        It has `streams` as its standard input, output and errors, and `inherited_fds` under the same numbers as here.
+        Its namespaces have their limits, except the limit of processes if the kernel will count these `in_cgroup`.
         """
         bounded = self._limits_processes and not in_cgroup
         request = ForkSandbox(
@@ -116,16 +115,16 @@ class ForkServer:
             prestart_ipython=spec.prestart_ipython,
         )
         async with self._turn:
-            # Not to be cancelled: a fork that nobody hears of would have nobody to reap it.
+            # Shielded: a forked process whose answer is lost would never be reaped.
             with trio.move_on_after(FORK_TIMEOUT_S, shield=True):
                 return await self._ask(request, (*streams, *inherited_fds))
             self._give_up(f"no answer within {FORK_TIMEOUT_S:g} s")
         return None
 
     def doubt(self) -> None:
-        """Fork no more, because a sandbox that this server has forked did not start: the next server may do better.
+        """Fork no more, because a sandbox of this server did not start; the next server may succeed.
 
-        Its root may be gone, for example, as somebody has removed the run folder.
+        Its root may be gone, for example because the run folder was removed.
         """
         if not self._broken.is_set():
             self._give_up("a sandbox that it has forked did not start")
@@ -144,7 +143,7 @@ class ForkServer:
         return ForkedLeader(answer.pid)
 
     async def _wait_answer(self) -> Forked | None:
-        """Return the answer to a request. Nothing else may start the sandbox once the server was asked to."""
+        """Return the answer to a request. Once requested, the sandbox must not be started in another way."""
         while True:
             await wait_or_sleep(trio.lowlevel.wait_readable, self._control)
             with contextlib.suppress(BlockingIOError):
@@ -159,7 +158,7 @@ class ForkServer:
         self._broken.set()
 
     def _collect(self) -> None:
-        """After its end: end what it has forked and nobody has heard of."""
+        """After the server's end, end its forked processes that were never reported."""
         with contextlib.suppress(OSError):
             while (answer := self._receive()) is not None:
                 if answer.pid:
@@ -176,11 +175,11 @@ async def open_fork_server(
 ) -> AsyncIterator[ForkServer]:
     """Start a fork server in the root that `hold_argv` makes, and yield it when it can fork. It ends with the block.
 
-    What it has forked lives on: those are children of this process.
+    Its forked processes live on as children of this process.
 
     Args:
         run_dir: where the processes are recorded for the reaper.
-        hold_argv: bubblewrap's command line, ending in `HOLD`, with mount and user namespaces of its own and no others.
+        hold_argv: bubblewrap's command line, ending in `HOLD`, with only its own mount and user namespaces.
         command: the daemon's command line in that root.
         env: its whole environment.
 

@@ -1,6 +1,6 @@
-"""Sandboxes that outlive the task that asked for them: opened in one stage, used in another, closed in a third.
+"""Sandboxes that outlive the task that opened them: opened in one stage, used in another, closed in a third.
 
-A few are started in advance, as `warm_pool` says, so that who opens one rarely waits for a start. Each is used once.
+Some are started in advance, as `warm_pool` plans, so that callers rarely wait for a start. Each is used once.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
 
 
 Start = Literal["cold", "warm"]
-"""The start of a sandbox that is handed out: while somebody waited for it, or in advance."""
+"""How a sandbox was started: while a caller waited for it, or in advance."""
 OnOpen = Callable[[str, Start, float], None]
-"""Called with the provider's name, how the sandbox was started, and the seconds somebody waited for it, gates included.
+"""Called with the provider's name, how the sandbox was started, and the seconds a caller waited for it, gates included.
 Must not raise."""
 InLine = Callable[[str], AbstractContextManager[None]]
-"""Makes the block in which a caller waits for what is named, while starts are paused."""
+"""Returns the block in which a caller waits, with the given reason, while starts are paused."""
 
 MAX_START_ATTEMPTS: Final = 3
 START_BACKOFF_S: Final = 0.25
-"""Before the second attempt; doubled before each later one."""
+"""Delay before the second attempt; doubled before each later one."""
 
 MAX_PAUSE_S: Final = 3600.0
-"""Longest that one caller waits for paused starts. Then its start has failed."""
+"""Longest time that a caller waits for paused starts, before its start fails."""
 MAX_REFUSALS: Final = 5
-"""Starts for one caller that the machine refuses while a trial start passes. More may be what the caller asks for."""
+"""Limit of failed starts for one caller while trial starts succeed, since its request may be the cause."""
 TRIAL_DELAY_S: Final = 1.0
-"""Wait between the first two trial starts of a pause; doubled each time, up to `MAX_TRIAL_DELAY_S`."""
+"""Delay between the first two trial starts of a pause; doubled each time, up to `MAX_TRIAL_DELAY_S`."""
 MAX_TRIAL_DELAY_S: Final = 30.0
 
 CLOSE_TIMEOUT_S: Final = 20.0
-"""Longest `aclose` waits. Above what a provider may take to end a sandbox."""
+"""Longest wait of `aclose`, longer than a provider may take to end a sandbox."""
 
 HEALTH_TIMEOUT_S: Final = 0.5
-"""The time that a warm sandbox may take to answer before it is handed out. Later, and it is thrown away."""
+"""Time limit for a warm sandbox to answer before it is handed out. A slower one is discarded."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -67,12 +67,12 @@ logger = logging.getLogger(__name__)
 
 
 class StartGates:
-    """First the gate of the image, then that of the node: who waits for a busy image holds nobody else up. FIFO.
+    """A gate for the image, then the gate of the node, so that a busy image does not delay other images. FIFO.
 
-    A circuit breaker closes all gates together while the machine can start nothing.
+    A circuit breaker closes all gates while the machine cannot start any sandbox.
 
     Attributes:
-        paused: why no start is let in now; empty if starts are.
+        paused: why no start is admitted now; empty if starts are.
         pauses_total: number of times that the gates were closed.
     """
 
@@ -91,16 +91,14 @@ class StartGates:
 
     @property
     def starting(self) -> int:
-        """Return how many starts are inside."""
         return self._node.borrowed_tokens
 
     @property
     def images(self) -> frozenset[str]:
-        """The images of those that are inside or wait."""
         return frozenset(self._images)
 
     def close(self, reason: str) -> None:
-        """Let no start in until `open`. Logs the reason, once for each pause."""
+        """Admit no start until `open`. Logs the reason, once for each pause."""
         if not self.paused:
             self._resumed = trio.Event()
             self._paused_since_s = trio.current_time()
@@ -109,7 +107,7 @@ class StartGates:
         self.paused = reason
 
     def open(self) -> None:
-        """Let starts in again. Calling it again has no effect."""
+        """Admit starts again. Calling it again has no effect."""
         if self.paused:
             paused_s = trio.current_time() - self._paused_since_s
             logger.warning("sandboxes can be started again, after a pause of %.0f s", paused_s)
@@ -117,12 +115,11 @@ class StartGates:
         self._resumed.set()
 
     async def wait_resumed(self) -> None:
-        """Return when the gates are not paused."""
         await self._resumed.wait()
 
     @asynccontextmanager
     async def enter(self, image: str) -> AsyncIterator[None]:
-        """Wait for both gates; the block is one start. Cancelled, no place is taken."""
+        """Wait for both gates; the block is one start. If cancelled, no place is taken."""
         gate = self._images.setdefault(image, trio.CapacityLimiter(self._per_image))
         try:
             async with gate, self._node:
@@ -135,14 +132,14 @@ class StartGates:
 
 
 class HostedSandbox(Sandbox):
-    """A live sandbox whose owner is a task of the host. Any task may use it; whoever is done with it calls `aclose`."""
+    """A live sandbox whose owner is a task of the host. Any task may use it; the last user calls `aclose`."""
 
     def __init__(self, sandbox: Sandbox, on_overdue: Callable[[], None]) -> None:
         super().__init__(sandbox.sandbox_id)
         self._sandbox = sandbox
         self._on_overdue = on_overdue
         self.use: Use | None = None
-        """Set where a rollout owns it."""
+        """Set when a rollout owns it."""
         self._closing = trio.Event()
         self._gone = trio.Event()
 
@@ -174,14 +171,14 @@ class HostedSandbox(Sandbox):
 
     @property
     def gone(self) -> bool:
-        """Return whether nothing of it is left, or nothing that the provider has not taken over."""
+        """Return whether it is completely removed, or the provider has taken over the rest."""
         return self._gone.is_set()
 
     async def aclose(self) -> None:
-        """End the sandbox and return when nothing of it is left. Idempotent; an action in flight raises `SandboxLost`.
+        """End the sandbox and return when it is removed. Idempotent; an action in flight raises `SandboxLost`.
 
-        Runs to its end also when cancelled; the cancellation is delivered after. What takes more than `CLOSE_TIMEOUT_S`
-        goes on in the background: it is logged and counted, and `gone` is false.
+        Shielded; a cancellation is delivered afterwards. An end that takes more than `CLOSE_TIMEOUT_S` continues in the
+        background: it is logged and counted, and `gone` is False.
         """
         self._closing.set()
         with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
@@ -195,7 +192,7 @@ class HostedSandbox(Sandbox):
 
 
 class SandboxHost:
-    """Owner of sandboxes: one task each. Made by `open_sandbox_host`."""
+    """The owner of sandboxes, with one task each. `open_sandbox_host` creates it."""
 
     def __init__(
         self,
@@ -224,26 +221,26 @@ class SandboxHost:
         self._warm_evicted_total = 0
         self._overdue_total = 0
         self._proven: SandboxSpec | None = None
-        """A specification that has started here: if it does not any more, the machine is the cause."""
+        """A specification that has started here: if it no longer does, the machine is the cause."""
         self._doubted = SandboxSpec()
         """The specification of the latest failed start."""
         self._doubt = trio.Event()
         self._verdict = trio.Event()
         self._entered_total = 0
-        """Starts that have succeeded, trials among them."""
+        """Number of successful starts, including trials."""
 
     @property
     def why_paused(self) -> str:
-        """Return why no sandbox can be started now; empty if one can."""
+        """Return why sandboxes cannot be started now; empty if they can."""
         return self._gates.paused
 
     def statistics(self) -> dict[str, float]:
-        """Numbers now, and `*_total` since the beginning.
+        """Return current numbers, and `*_total` since the beginning.
 
-        `live` are in use and `warm` wait for their first user. `starting` includes those waiting for a gate, and those
-        that will be warm. `warm_dead_total` died before their first user came, or did not answer when they were to be
-        handed out. `close_overdue_total` took more than `CLOSE_TIMEOUT_S` to close; of `remains`, something is still
-        there after that, and is being ended. `starts_paused` is 1 while the machine can start none.
+        `live` sandboxes are in use and `warm` ones wait for their first user. `starting` includes starts that wait for
+        a gate, and starts in advance. `warm_dead_total` died, or did not answer, before their first use.
+        `close_overdue_total` took more than `CLOSE_TIMEOUT_S` to close; `remains` of these are still being removed.
+        `starts_paused` is 1 while the machine cannot start any.
         """
         return {
             "live": len(self._in_use),
@@ -263,9 +260,9 @@ class SandboxHost:
         }
 
     async def wait_image(self, image: str) -> None:
-        """Return when sandboxes of `image` can be started: it is pulled if it is of a registry and not in the store.
+        """Return when sandboxes of `image` can be started: a registry's image that is not in the store is pulled.
 
-        `open` does so as well. For those who do not want the time of a pull to count as that of a start.
+        `open` does so as well. Call this first to exclude the time of a pull from the time of the start.
 
         Raises:
             SandboxUnavailable: it could not be pulled.
@@ -276,14 +273,14 @@ class SandboxHost:
             await self._puller.wait_image(image)
 
     async def open(self, spec: SandboxSpec, in_line: InLine = lambda _what: nullcontext()) -> HostedSandbox:
-        """Return a sandbox that nobody has used: a warm one that answers, or a new one.
+        """Return an unused sandbox: a warm one that answers, or a new one.
 
-        It lives until `aclose`, or the host's end. A new one waits for the start gates first, and is tried again, a few
-        times, if its failure is `retryable`. While the machine can start none at all, this waits for up to
-        `MAX_PAUSE_S`, in a block of `in_line`. After a cancel, nothing of it is left.
+        It lives until `aclose`, or the host's end. A new one first waits for the start gates, and is retried a few
+        times if its failure is `retryable`. While the machine cannot start any, this waits for up to `MAX_PAUSE_S`, in
+        a block of `in_line`. A cancelled call leaves nothing behind.
 
         Raises:
-            SandboxUnavailable: see `SandboxProvider.open_sandbox`. Whatever else a start raises becomes one, too.
+            SandboxUnavailable: see `SandboxProvider.open_sandbox`. All other errors of a start are converted to it.
         """
         key, began_s = msgspec.json.encode(spec, order="deterministic"), trio.current_time()
         start: Start = "warm"
@@ -296,7 +293,7 @@ class SandboxHost:
                 self._on_open(self._provider.serving(spec).name, start, trio.current_time() - began_s)
             return hosted
         finally:
-            self._pool_changed.set()  # only now: a start in advance is not to slow the one down that is waited for
+            self._pool_changed.set()  # only now: a start in advance must not slow down an awaited one
 
     async def _open_new(self, key: bytes, spec: SandboxSpec, in_line: InLine) -> HostedSandbox:
         refusals = 0
@@ -328,9 +325,9 @@ class SandboxHost:
                 )
 
     async def _is_machines(self, failure: SandboxUnavailable, spec: SandboxSpec, before: int) -> bool:
-        """Return whether the machine, and not `spec`, is the cause of a failed start.
+        """Return whether the machine, and not `spec`, caused a failed start.
 
-        It is if nothing has started since there were `before` successful starts, and a trial start fails as well.
+        It did if no start has succeeded since there were `before` successful starts, and a trial start fails as well.
         """
         if self._entered_total > before or not self._raise_doubt(failure, spec):
             await trio.lowlevel.checkpoint()
@@ -339,7 +336,7 @@ class SandboxHost:
         return bool(self._gates.paused)
 
     def _raise_doubt(self, failure: SandboxUnavailable, spec: SandboxSpec) -> bool:
-        """Have a trial start judge, if there is anything that it could show."""
+        """Request a trial start, if it could prove anything."""
         if self._proven is None and not failure.of_machine:
             return False
         self._doubted = spec
@@ -349,7 +346,7 @@ class SandboxHost:
         return True
 
     async def _try_starts(self) -> None:
-        """Whenever a start has failed, find out whether the machine can start any. While it cannot, starts pause."""
+        """After each failed start, test whether the machine can start any sandbox. While it cannot, starts pause."""
         if not self.why_paused:
             await self._doubt.wait()
         delay_s = TRIAL_DELAY_S
@@ -367,12 +364,12 @@ class SandboxHost:
             await self._try_starts()
 
     async def _find_problem(self) -> str:
-        """Start a sandbox and end it; return what shows that the machine can start none, or nothing."""
+        """Start and end a sandbox; return the reason if the machine cannot start any, else an empty string."""
         proven = self._proven
         try:
             if proven is not None and proven.image != HOST:
                 await run_blocking(locate_root, proven.image)
-        except SandboxUnavailable:  # that image has been removed since, which shows nothing
+        except SandboxUnavailable:  # that image has been removed since, which proves nothing
             proven = self._proven = None
         except (OSError, RuntimeError) as exc:
             return f"images cannot be looked at: {exc}"
@@ -384,7 +381,7 @@ class SandboxHost:
         return ""
 
     async def _enter(self, spec: SandboxSpec, stack: AsyncExitStack) -> Sandbox:
-        """Start a sandbox into `stack`. Whatever a start raises is `SandboxUnavailable`."""
+        """Start a sandbox into `stack`. Every error of a start becomes `SandboxUnavailable`."""
         try:
             sandbox = await stack.enter_async_context(self._provider.open_sandbox(spec))
         except Exception as exc:
@@ -402,7 +399,7 @@ class SandboxHost:
         return sandbox
 
     async def wait_stocked(self) -> None:
-        """Return when no start in advance is going on or due. For those who measure, or fill the stock beforehand."""
+        """Return when no start in advance is in progress or due. For measurements, or to fill the stock beforehand."""
         await trio.lowlevel.checkpoint()
         if self._pool.limits.max_warm > 0:
             while self._pool_changed.is_set() or self._pool.starting_count > 0:
@@ -467,7 +464,7 @@ class SandboxHost:
                 self._pool_changed.set()
 
     async def _replace_when_lost(self, key: bytes, hosted: HostedSandbox) -> None:
-        """If it dies in stock, end it, and have another one started. Who has taken it, notices by itself."""
+        """If it dies in stock, end it and have another one started. A user would notice by itself."""
         await hosted.wait_lost()
         if self._pool.died(key, hosted, trio.current_time()):
             logger.warning("the warm sandbox %s died while it waited for its first user", hosted.sandbox_id)
@@ -496,7 +493,7 @@ class SandboxHost:
         self._overdue_total += 1
 
     async def _start(self, spec: SandboxSpec, max_attempts: int, stack: AsyncExitStack) -> tuple[Sandbox, float]:
-        """The sandbox, entered into `stack`, and the seconds its start took, waits for gates not counted."""
+        """Return the sandbox, entered into `stack`, and the seconds of its start, without waits for gates."""
         self._starting += 1
         try:
             for attempt in range(1, max_attempts + 1):
@@ -523,7 +520,7 @@ class SandboxHost:
             self._starting -= 1
 
     async def _follow_pool(self) -> None:
-        """Start and end warm sandboxes as the pool plans it, for ever."""
+        """Start and end warm sandboxes by the pool's plan, until cancelled."""
         while True:
             self._pool_changed = trio.Event()
             now_s = trio.current_time()
@@ -548,10 +545,10 @@ async def open_sandbox_host(
     on_open: OnOpen | None = None,
     pulls: PullLimits | None = None,
 ) -> AsyncIterator[SandboxHost]:
-    """Open a host for sandboxes of `provider`. On leaving the block all of them are ended, whatever they are doing.
+    """Open a host for sandboxes of `provider`. On exit, all are ended, whatever they are doing.
 
-    `warm`: how many to start in advance; by default none. `on_open` is called for every sandbox handed out. `pulls`:
-    the limits of pulls of images that are not in the store; by default none is pulled.
+    `warm`: how many to start in advance; default none. `on_open` is called for every sandbox handed out. `pulls`:
+    limits of pulls of images that are not in the store; by default none is pulled.
     """
     pool: WarmPool[HostedSandbox] = WarmPool(warm or WarmLimits())
     gates = StartGates(max_concurrent_starts, max_concurrent_starts_per_image)

@@ -1,4 +1,4 @@
-"""The one owner of a sandbox's process tree: starts it, waits until it is ready, ends it, sees whether it ended."""
+"""The one owner of a sandbox's process tree: starts it, waits until it is ready, ends it, and verifies its end."""
 
 from __future__ import annotations
 
@@ -42,47 +42,49 @@ STDERR_TAIL_BYTES: Final = 4096
 READ_BYTES: Final = 4096
 
 LAST_WORDS_TIMEOUT_S: Final = 1.0
-"""The wait for the stderr and exit status of a tree that failed to start."""
+"""Time limit for reading stderr and exit status of a tree that failed to start."""
 
 SIGNALLED: Final = 128
-"""The exit code of a launcher whose daemon was ended by signal n: this plus n."""
+"""Added to a signal number in the exit code of a launcher whose daemon was ended by that signal."""
 
 GRACE_S: Final = 2.5
-"""The time that a tree may take to end by itself after its channel and stdin were closed, and again after SIGTERM."""
+"""Time limit for a tree to end by itself after its channel and stdin were closed, and again after SIGTERM."""
 
 EVIDENCE_TIMEOUT_S: Final = 2.0
-"""The time that a tree whose daemon is silent may take to end, so that one can see how."""
+"""Time limit for a tree with a silent daemon to end, so that the cause can be seen."""
 
 KILL_TIMEOUT_S: Final = 2.0
-"""The time that a killed process may take to be gone."""
+"""Time limit for a killed process to disappear."""
 
 END_TIMEOUT_S: Final = 15.0
-"""The whole of an end. Above the sum of its steps."""
+"""Time limit for a whole end, above the sum of its steps."""
 
 
 class Leader(Protocol):
-    """The first process of a tree: a child of this one, in a session of its own, and reaped by nobody else."""
+    """The first process of a tree: a child of this one, in its own session, and reaped only here."""
 
     is_init: bool
-    """It is the first of its PID namespace as well: the daemon itself, and no launcher, whom signals reach."""
+    """It is also the first of its PID namespace: the daemon itself, and not a launcher, which signals would reach."""
     returncode: int | None
 
     @property
     def pid(self) -> int:
-        """Its process id here."""
+        """Its process id in this namespace."""
 
     def poll(self) -> int | None:
-        """Reap it if it has ended; return, and set, `returncode`: -n after signal n."""
+        """Reap it if it has ended; set and return `returncode`, which is -n after signal n."""
 
 
 StartLeader = Callable[[tuple[int, int, int], Sequence[int]], Awaitable[Leader]]
-"""Starts a first process with descriptors: standard input, output and errors; and others by the numbers they have here.
+"""Starts a first process with descriptors: standard input, output and errors; and others under the same numbers as
+here.
 
-Raises `OSError` or `SandboxUnavailable` if that cannot be done. If it is cancelled, there is no process."""
+Raises `OSError` or `SandboxUnavailable` if that fails. If cancelled, it leaves no process.
+"""
 
 
 class _Program(subprocess.Popen[bytes]):
-    """A leader that was executed."""
+    """A leader that was executed as a program."""
 
     is_init = False
 
@@ -107,14 +109,14 @@ async def start_program(
 
 
 class ProcessTree:
-    """A child process and everything that descends from it. Made by `open_process_tree`."""
+    """A child process and all its descendants. `open_process_tree` creates it."""
 
     def __init__(self, leader: Leader, program: str, streams: tuple[int, int, int], folder: Path) -> None:
         self._leader = leader
         self._program = os.path.basename(program)
         self.pid = leader.pid
         self.is_init = leader.is_init
-        """With its first process, which is the first of its PID namespace, the kernel ends all others of the tree."""
+        """The first process is the first of its PID namespace, so that the kernel ends the whole tree with it."""
         self._folder = folder
         self._stdin, self._stdout, self._stderr = map(trio.lowlevel.FdStream, streams)
         self._stderr_tail = bytearray()
@@ -130,11 +132,10 @@ class ProcessTree:
 
     @property
     def members(self) -> frozenset[ProcessId]:
-        """Return the processes that were seen of this tree so far, dead or alive."""
+        """Return all processes of this tree seen so far, dead or alive."""
         return frozenset(self._members)
 
     def describe_exit(self) -> str:
-        """Return how its first process ended, for messages."""
         code = self._exit_code()
         if code is None:
             return "running"
@@ -143,16 +144,15 @@ class ProcessTree:
     async def ended_from_inside(self, *, isolated: bool) -> bool:
         """Return True if something inside the sandbox made the daemon end or fall silent, False if the outside did.
 
-        Waits up to `EVIDENCE_TIMEOUT_S` for its end. False as well if the node itself is ending the sandbox.
+        Waits up to `EVIDENCE_TIMEOUT_S` for its end. Returns False if the node itself is ending the sandbox.
 
-        In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
-        only make it end by itself, or starve it. So a daemon that was killed (SIGKILL) points outside, to the kernel
-        perhaps, when the machine is out of memory. So does one that ended by an error of its own, which it says by
-        `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. Such a daemon
-        whose limits or OOM adjustment are not those of its start was ended by what changed them, which is inside; only
-        the first process of a tree (`is_init`) can still be asked. One that still runs counts as True: whether it could
-        run is for `Silence` to find out. Without a namespace, a daemon that still runs counts as False, and one that
-        has ended is judged by its exit code alone.
+        In a PID namespace (`isolated`) the daemon is the first process. Other processes inside cannot kill or stop it,
+        but can make it end by itself, or starve it. A killed daemon (SIGKILL) therefore points to the outside, for
+        example to a kernel out of memory. An end by its own error (`OWN_ERROR_EXIT`) also does, because the daemon
+        survives everything that tools can cause. All other ends come from inside. If a daemon's limits or OOM
+        adjustment differ from its start, something inside changed them and so ended it; this can only be checked for
+        the first process of a tree (`is_init`). A running daemon counts as True; `Silence` checks whether it could run.
+        Without a namespace, a running daemon counts as False, and an ended one is judged only by its exit code.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()
@@ -161,14 +161,14 @@ class ProcessTree:
         if code is None:
             return isolated
         if code < 0 and self.is_init:
-            code = SIGNALLED - code  # as a launcher tells it of its daemon
+            code = SIGNALLED - code  # in the form in which a launcher reports its daemon
         if code in (SIGNALLED + signal.SIGKILL, OWN_ERROR_EXIT):
             bounds = _bounds_of(self.pid) if isolated and self.is_init else None
             return bounds is not None and bounds != self._bounds_at_start
         return code >= 0
 
     def find_daemon(self) -> int | None:
-        """Return the process id of the first process of its PID namespace; None if it has ended, or there is none."""
+        """Return the process id of the first process of its PID namespace; None if it has ended or does not exist."""
         if self._daemon is None or not is_alive(self._daemon):
             alive = filter(is_alive, self._members)
             self._daemon = next((process for process in alive if _is_first(process.pid)), None)
@@ -178,21 +178,21 @@ class ProcessTree:
         """Return the exit code of its first process: -n after signal n, None while it runs."""
         if (code := self._leader.returncode) is not None:
             return code
-        # Without reaping it: until it is, its pid and its group's belong to nobody else, and may be signalled.
+        # Without reaping it: until then its pid and group id are not reused, and may be signalled.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def stderr_tail(self) -> str:
-        """The last it wrote to stderr, at most `STDERR_TAIL_BYTES`."""
+        """Return the last stderr output, at most `STDERR_TAIL_BYTES`."""
         return self._stderr_tail.decode(errors="replace").strip()
 
     async def wait_exit(self) -> None:
         """Return when the first process has ended. It is not reaped."""
         if self._leader.returncode is not None:
             return
-        with contextlib.suppress(OSError):  # Linux before 5.3, or nothing is left to watch it with
+        with contextlib.suppress(OSError):  # Linux before 5.3, or a lack of resources to watch it
             pidfd = os.pidfd_open(self.pid)
             try:
                 await trio.lowlevel.wait_readable(pidfd)
@@ -206,7 +206,7 @@ class ProcessTree:
         while True:
             try:
                 chunk = await self._stderr.receive_some(READ_BYTES)
-            except OSError:  # epoll has no room for it
+            except OSError:  # epoll is full
                 await trio.sleep(UNWATCHED_POLL_S)
                 continue
             if not chunk:
@@ -238,7 +238,7 @@ class ProcessTree:
             with trio.move_on_after(LAST_WORDS_TIMEOUT_S):
                 await self._stderr_ended.wait()
                 await self.wait_exit()
-            # What a launcher says before it ends is prose, and a machine without room makes each say something else.
+            # A launcher's last output is prose, and an exhausted machine makes each launcher fail differently.
             ended = self._exit_code() is not None
             raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"), retryable=ended)
         self._ready = True
@@ -252,7 +252,7 @@ class ProcessTree:
         write_record(self._folder, self._members)
 
     def explain(self, what: str) -> str:
-        """`what`, with the program and the last of its stderr."""
+        """Return `what` with the program and the last of its stderr."""
         said = self.stderr_tail()
         return f"{self._program}: {what}" + (f"; it said: {said}" if said else "")
 
@@ -264,18 +264,18 @@ class ProcessTree:
             elif self._leader.returncode is None:
                 os.kill(self.pid, signal.SIGKILL)
                 await self._exits_within(KILL_TIMEOUT_S)
-        except Exception as exc:  # no descriptor, or no thread, to look at its processes: what is certain is ended
+        except Exception as exc:  # without a descriptor or thread to inspect its processes, end the known ones
             logger.error("the processes of a sandbox cannot be looked at: %r", exc)
             if self._leader.poll() is None:
                 self._signal_group(signal.SIGKILL)
 
     async def _end_family(self) -> None:
         self._note_family()
-        # A leader that died by itself, or was killed, may have left children that nobody has noted.
+        # A leader that died by itself, or was killed, may have left children that were never recorded.
         left_orphans = self.describe_exit() != "running"
         await self._stdin.aclose()
         if left_orphans:
-            # A daemon among those that are known ends all it started, which nobody else may know of.
+            # A daemon among the known processes ends all its children, which only it may know.
             await run_blocking(wait_gone, self._members, GRACE_S)
         await self._end_leader()
         if left_orphans or any(map(is_alive, self._members)):
@@ -288,9 +288,9 @@ class ProcessTree:
                 self._members |= descendants(process.pid)
 
     def _close(self) -> None:
-        """Reap the first process and close the pipes. Who is still alive is recorded, for the folder's owner to end.
+        """Reap the first process and close the pipes. Surviving processes are recorded for the folder's owner to end.
 
-        That is no bug: a machine that stands still, or a process in the middle of a system call, outlasts any deadline.
+        This is not a bug: a suspended machine, or a process inside a system call, outlasts any deadline.
         """
         self._leader.poll()
         for stream in (self._stdin, self._stdout, self._stderr):
@@ -323,7 +323,7 @@ class ProcessTree:
 
     def _kill_members(self) -> None:
         kill(self._members)
-        # A second look: what was forked while the first kill was under way.
+        # A second check, for processes that were forked during the first kill.
         if wait_gone(self._members, KILL_TIMEOUT_S):
             self._members |= session_members(self.pid)
             kill(self._members)
@@ -331,7 +331,7 @@ class ProcessTree:
 
 
 def _may_live(process: ProcessId) -> bool:
-    """Return whether it is alive, or the machine does not say."""
+    """Return whether it is alive, or cannot be checked."""
     try:
         return is_alive(process)
     except OSError:
@@ -352,7 +352,7 @@ def _bounds_of(pid: int) -> list[bytes] | None:
 
 
 def _is_first(pid: int) -> bool:
-    """Return whether this is the first process of a PID namespace of its own."""
+    """Return whether this is the first process of its own PID namespace."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             pids = next((line.split()[1:] for line in file if line.startswith("NSpid:")), [])
@@ -366,12 +366,12 @@ _unreaped: list[Leader] = []
 
 
 def reap_leaders() -> None:
-    """Take the exit status of those that have ended since, so that no zombie is left of them."""
+    """Reap leaders that have ended since, so that no zombie remains."""
     _unreaped[:] = [leader for leader in _unreaped if leader.poll() is None]
 
 
 def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
-    """Return the ends to read from and to write to; each is closed by its stack."""
+    """Return the reading and the writing end; each is closed by its stack."""
     ends = os.pipe()
     reader.callback(os.close, ends[0])
     writer.callback(os.close, ends[1])
@@ -404,25 +404,25 @@ async def open_process_tree(
     inherited_fds: Sequence[int] = (),
     start_leader: StartLeader | None = None,
 ) -> AsyncIterator[ProcessTree]:
-    """Start `argv` in a session of its own, give it `stdin_line`, and yield when it has printed READY.
+    """Start `argv` in its own session, send it `stdin_line`, and yield when it has printed READY.
 
-    Its processes are recorded in `folder` for the reaper. stdin stays open until the end. On leaving: stdin is closed,
-    then time to end by itself, SIGTERM to the group, SIGKILL to the group, SIGKILL to every descendant that was seen;
-    or SIGKILL at once, where the first process is that of a PID namespace. That is shielded and takes `END_TIMEOUT_S`
-    at most; a tree that ends with its channel takes milliseconds. Who survives all of that is what the record in
-    `folder` names then.
+    Its processes are recorded in `folder` for the reaper. stdin stays open until the end. On exit: stdin is closed, the
+    tree gets time to end by itself, then SIGTERM to the group, SIGKILL to the group, SIGKILL to every known descendant.
+    If the first process is that of a PID namespace, it gets SIGKILL at once. The end is shielded and takes at most
+    `END_TIMEOUT_S`; a tree that ends with its channel takes milliseconds. The record in `folder` then names any
+    survivors.
 
     Args:
         argv: the program and its arguments.
         env: its whole environment.
         stdin_line: sent first.
         folder: an existing folder.
-        start_timeout_s: until READY.
-        inherited_fds: open there too, under the same numbers.
-        start_leader: starts the first process in place of executing `argv`.
+        start_timeout_s: time limit until READY.
+        inherited_fds: inherited under the same numbers.
+        start_leader: starts the first process instead of executing `argv`.
 
     Raises:
-        SandboxUnavailable: it cannot be run, ended early, or was not ready in time; with what it said.
+        SandboxUnavailable: it cannot be run, ended early, or was not ready in time; the message has its output.
     """
     tree = await _start(argv, start_leader or partial(start_program, argv, env), folder, inherited_fds)
     try:

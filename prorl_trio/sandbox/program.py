@@ -1,4 +1,4 @@
-"""A program in a sandbox that is talked to while it runs: input goes in and output comes out piece by piece."""
+"""An interactive program in a sandbox: input is sent and output received piece by piece while it runs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from prorl_ipc.sandbox_calls import SandboxCall
 
 INPUT_PIECE_BYTES: Final = 4 * 1024 * 1024
-"""Input travels in pieces of at most this size: well below the largest frame."""
+"""Size limit of the pieces of input, well below the largest frame."""
 
 MAX_UNREAD_BYTES: Final = 64 * 1024 * 1024
-"""Largest output of a program that nobody has taken. A program that writes more without being read is ended."""
+"""Limit of a program's output that was not received. A program that exceeds it is ended."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 OnOutput = Callable[[str, bytes], None]
-"""Called with the name of a stream, `stdout` or `stderr`, and its next piece. What it raises ends the program."""
+"""Called with the name of a stream, `stdout` or `stderr`, and its next piece. An exception ends the program."""
 
 
 class CallSandbox(Protocol):
-    """`Sandbox.call`."""
+    """The type of `Sandbox.call`."""
 
     async def __call__(
         self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
@@ -37,10 +37,10 @@ class CallSandbox(Protocol):
 
 
 class Program:
-    """A running program. Made by `Sandbox.open_program`; one task sends, one receives.
+    """A running program. `Sandbox.open_program` creates it; one task sends, one receives.
 
-    What went wrong with it is raised by `receive_some` and `wait`: that it could not be started, that it wrote more
-    than `MAX_UNREAD_BYTES` which nobody received (`SandboxCallFailed`), and all else that `Sandbox.exec` names.
+    Failures are raised by `receive_some` and `wait`: a failed start, more than `MAX_UNREAD_BYTES` of unreceived output
+    (`SandboxCallFailed`), and all other errors of `Sandbox.exec`.
     """
 
     def __init__(
@@ -57,43 +57,43 @@ class Program:
         self._failure: Exception | None = None
         self._sending = trio.CancelScope()
         self.is_late = False
-        """True after a line that came later than its `own_limit_s`. The reader resets it."""
+        """True after a line that was later than its `own_limit_s`. The reader resets it."""
 
     def __repr__(self) -> str:
         return f"<Program {self._request.argv[0]!r}: {'running' if self._result is None else self._result.exit_code}>"
 
     async def send(self, data: bytes, *, own_limit_s: float = 0.0) -> None:
-        """Write to its standard input. Returns when the program's pipe has taken all but the last piece.
+        """Write to its standard input. Returns when the program's pipe has accepted all but the last piece.
 
         Args:
-            data: what is written.
-            own_limit_s: seconds of its own time that the program may use until it has written the next line, which is
-                the time that passes without that in which it waits for a CPU; 0: what is left of the limit before. The
-                program is ended after it, and `wait` returns a result that is `timed_out`.
+            data: the bytes to write.
+            own_limit_s: seconds of its own time (elapsed time without waits for a CPU) that the program may use until
+                it has written the next line; 0: the rest of the previous limit. After that the program is ended, and
+                `wait` returns a result that is `timed_out`.
 
         Raises:
-            trio.BrokenResourceError: it has ended, in whatever way, or closed its input.
+            trio.BrokenResourceError: it has ended in any way, or closed its input.
         """
         for start in range(0, len(data), INPUT_PIECE_BYTES):
             piece = data[start : start + INPUT_PIECE_BYTES]
             await self._send(piece, last=False, own_limit_s=0.0 if start else own_limit_s)
 
     async def send_eof(self) -> None:
-        """End its input. Errors as `send`."""
+        """Close its input. Errors as `send`."""
         await self._send(b"", last=True)
 
     async def _send(self, data: bytes, *, last: bool, own_limit_s: float = 0.0) -> None:
         piece = ExecInput(input_id=self._request.input_id, data=data, last=last, own_limit_s=own_limit_s)
         is_taken = False
         if self._result is None and self._failure is None:
-            # A piece that comes after the program's end would wait over there for a program of its number.
+            # A piece that arrives after the program's end would wait there for a program with its number.
             with suppress(SandboxLost), self._timing(), trio.CancelScope() as self._sending:
                 is_taken = (await self._call(piece, ExecInputTaken, self._timeout_s)).wanted
         if not is_taken:
             raise trio.BrokenResourceError(f"{self._request.argv[0]} reads no more")
 
     async def receive_some(self) -> bytes:
-        """Return the next bytes that it wrote to its standard output, as soon as there are any; nothing at the end."""
+        """Return the next bytes of its standard output, as soon as there are any; empty at the end."""
         await trio.lowlevel.checkpoint()
         while not self._pieces and self._result is None:
             await self._wait_news()
@@ -103,7 +103,7 @@ class Program:
         return data
 
     async def wait(self) -> ExecResult:
-        """Return its result when it has ended: `stderr` as `exec` has it, `stdout` empty, for that was received."""
+        """Return its result when it has ended: `stderr` as in `exec`, `stdout` empty, since that was received."""
         await trio.lowlevel.checkpoint()
         while self._result is None:
             await self._wait_news()
@@ -120,7 +120,6 @@ class Program:
             raise self._failure
 
     async def serve(self) -> None:
-        """Run it to its end, whatever that is."""
         try:
             result = await self._call(self._request, ExecResult, self._timeout_s, self._take)
             self._result = msgspec.structs.replace(result, stdout=b"", stdout_dropped_bytes=0)

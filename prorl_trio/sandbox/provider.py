@@ -1,4 +1,4 @@
-"""Sandbox providers: each starts an isolated process tree with a daemon in it, and ends it."""
+"""Sandbox providers: each starts an isolated process tree with a daemon inside, and ends it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         image: `host` (the host's own /usr, /bin and /lib* and the project's Python, read-only over an empty root), the
-            path of an unpacked root directory or of a `.sif` file, or what `prorl-trio image` has stored: the reference
-            it was pulled by, or the name it was built as. Such an image needs no Python and no bash; its tools have its
-            own libraries, PATH and variables. bubblewrap takes directories only (`prorl-trio image unpack`).
-        layers: what is seen over the image, lowest first, where a higher one hides what a lower one has: `sha256:` and
-            the digest of a stored layer (`images.layers.store_layer`, `prorl-trio image layer`), or the absolute path
-            of a folder, which must not change meanwhile. Nothing is copied; what is written over it is thrown away.
-            Over `host` they may have no folder of its userland (/usr, /bin, ...), and nothing in /tmp or the home
-            directory.
-        network: False gives an empty network namespace with loopback only.
+            path of an unpacked root directory or of a `.sif` file, or an image stored by `prorl-trio image`: the
+            reference it was pulled by, or the name it was built as. Such an image needs no Python and no bash; its
+            tools use its own libraries, PATH and variables. bubblewrap takes directories only (`prorl-trio image
+            unpack`).
+        layers: folders laid over the image, lowest first; higher ones hide lower ones. Each is `sha256:` and the digest
+            of a stored layer (`images.layers.store_layer`, `prorl-trio image layer`), or the absolute path of a folder,
+            which must not change. Nothing is copied; data written over it is discarded. Over `host` they must not
+            contain a folder of its userland (/usr, /bin, ...), nor anything in /tmp or the home directory.
+        network: False gives an empty network namespace with only loopback.
         env: variables for the tools. Nothing of the node's environment is passed on.
-        start_timeout_s: from the start of the process to the daemon's handshake.
-        limits: what the tools may use.
-        prestart_bash: start the shell with the sandbox, not with its first command. It takes a dozen milliseconds of
-            CPU, of which an agent without a shell has nothing.
+        start_timeout_s: time limit from the start of the process to the daemon's handshake.
+        limits: resource limits of the tools.
+        prestart_bash: start the shell with the sandbox, not with its first command. It costs a dozen milliseconds of
+            CPU, which is wasted if the agent never uses a shell.
         prestart_ipython: start the IPython shell with the sandbox, not with its first cell.
     """
 
@@ -52,9 +52,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
     """A provider's report on this machine, for `doctor` and the automatic choice.
 
-    `problem` says what is missing, and is empty when `usable`. `images_problem` says why sandboxes of images other than
-    `host`, and of layers, do not work although those of `host` may; it is empty if they do. `remedy` says what to do
-    about either.
+    `problem` names the missing part, and is empty when `usable`. `images_problem` describes why only sandboxes of
+    `host` work, without other images or layers; it is empty if all work. `remedy` is a remedy for either.
     """
 
     name: str
@@ -66,47 +65,46 @@ class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxProvider(abc.ABC):
-    """Starts sandboxes of one kind. Holds no state but its configuration; may be shared by all tasks."""
+    """Starts sandboxes of one kind. Stateless except for its configuration; may be shared by all tasks."""
 
     name: ClassVar[str]
     isolated: ClassVar[bool]
-    """False: runs code as the node itself. For tests only, and said so loudly when a node starts with it."""
+    """If False, it runs code as the node itself: only for tests, and a node logs a warning when it starts with it."""
     has_fakeroot: ClassVar[bool] = False
-    """Tools may be root inside, as `sandbox.fakeroot` asks for."""
+    """Whether tools may be root inside, as `sandbox.fakeroot` asks for."""
     has_layers: ClassVar[bool] = False
-    """Lays the `layers` of a spec over its image, and takes images of layers. False: it refuses them, with
-    `SandboxUnavailable`."""
+    """Whether it lays the `layers` of a spec over its image, and supports images of layers. Otherwise it refuses them
+    with `SandboxUnavailable`."""
 
     @classmethod
     def configured(cls, config: SandboxConfig) -> Self:
-        """Return a provider as the node's configuration wants it. Default: made without arguments."""
+        """Return a provider for the node's configuration. Default: made without arguments."""
         del config
         return cls()
 
     @abc.abstractmethod
     async def probe(self) -> ProviderReport:
-        """Start the smallest possible sandbox of this kind and report. Never raises for a missing piece."""
+        """Start the smallest possible sandbox of this kind and report. Missing parts never make it raise."""
 
     def serving(self, spec: SandboxSpec) -> SandboxProvider:
-        """Return the provider that starts a sandbox of `spec`, for logs and figures: this one, unless it is several."""
+        """Return the provider that starts a sandbox of `spec`, for logs: this one, unless it combines several."""
         del spec
         return self
 
     def open_shared(self) -> AbstractAsyncContextManager[None]:
-        """Keep open what this provider's sandboxes share on this machine, so that not each start has to make it.
+        """Hold the resources open that sandboxes of this provider share on this machine, to save work at each start.
 
-        Optional for users: a sandbox opens for itself what nobody holds open. Default: nothing is shared.
+        Optional for users: otherwise a sandbox opens them for itself. Default: nothing is shared.
         """
         return nullcontext()
 
     @abc.abstractmethod
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
-        """Start a sandbox, yield it when its daemon has answered the handshake, end it on leaving the block.
+        """Start a sandbox, yield it when its daemon has answered the handshake, and end it when the block exits.
 
-        On leaving, whether by return, error or cancellation, nothing is left: no process of its tree, no mount, no
-        socket, no folder. Clean-up is shielded and bounded by a few seconds; what survives that is logged, and ended
-        later, in the background.
+        However the block exits, no process, mount, socket or folder of the sandbox remains. Clean-up is shielded and
+        bounded by a few seconds; anything that survives it is logged, and ended later in the background.
 
         Raises:
-            SandboxUnavailable: it could not be started, with the provider's own words and what to do.
+            SandboxUnavailable: it could not be started; the message has the provider's own output and a remedy.
         """

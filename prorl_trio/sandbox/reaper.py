@@ -1,10 +1,10 @@
-"""Processes told apart by pid and start time, and the reaper: what cleans up after a node that was killed.
+"""Identification of processes by pid and start time, and the reaper, which cleans up after a killed node.
 
-Standard library only, and nothing of this project: the reaper runs as `python -I -S reaper.py RUN_DIR`, one small
-process a node, in a session of its own. It waits for the lock on the node's run folder, which the kernel releases when
-the node ends, however it ends. Then it ends what the records in that folder name and removes the folder.
+Standard library only, without imports from this project: the reaper runs as `python -I -S reaper.py RUN_DIR`, one small
+process for each node, in its own session. It waits for the lock on the node's run folder, which the kernel releases
+whenever the node ends. Then it ends the processes recorded in that folder and removes the folder.
 
-A pid alone is never signalled: pids are used again. A pid with the start time that was recorded is the same process.
+Because pids are reused, a pid alone is never signalled. A pid with the recorded start time is the same process.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RECORD_NAME = "processes"
-"""File in a sandbox's folder: one `pid start_time` a line."""
+"""File in a sandbox's folder with one `pid start_time` per line."""
 
 CGROUP_RECORD_NAME = "cgroup"
-"""File in a sandbox's folder: the path of its cgroup, if it has one."""
+"""File in a sandbox's folder with the path of its cgroup, if it has one."""
 CGROUP_PREFIX = "sandbox-of-"
-"""The prefix of the name of every cgroup that is ours to remove."""
+"""The name prefix of every cgroup that this project may remove."""
 
 ORPHAN_GRACE_S = 1.5
-"""The time that the processes of a dead node may take to end by themselves: their control channel has ended."""
+"""Time for the processes of a dead node to end by themselves, since their control channel has closed."""
 
 KILL_TIMEOUT_S = 2.0
 RETRY_INTERVAL_S = 1.0
@@ -40,18 +40,18 @@ NO_PIDFD_POLL_S = 0.01
 
 
 class ProcessId(NamedTuple):
-    """A process, for ever: `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """A unique process: `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
 
     pid: int
     start_time: int
 
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""Errors by which /proc says that a process is not there, or not ours. Any other means that it could not be asked."""
+"""Errors of /proc for a process that is gone or not ours. Any other error means that the state is unknown."""
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on; None if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; None if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()
@@ -60,11 +60,11 @@ def stat_fields(pid: int) -> list[str] | None:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Return the process that has this pid now; None if there is none, or a zombie.
+    """Return the process that has this pid now; None if it does not exist or is a zombie.
 
     Raises:
-        OSError: the machine does not say, as it has no descriptor or memory for that. So do all functions that ask
-            whether a process is alive: one that cannot be seen must not be taken for dead.
+        OSError: its state cannot be determined, for lack of a descriptor or memory. All functions that check whether a
+            process is alive raise this, because an unknown process must not count as dead.
     """
     fields = stat_fields(pid)
     return None if fields is None or _has_ended(fields) else ProcessId(pid, int(fields[19]))
@@ -73,19 +73,19 @@ def identify(pid: int) -> ProcessId | None:
 def _has_ended(fields: list[str]) -> bool:
     """Return whether it is a zombie with all its threads.
 
-    With the first of them alone it may yet be the init of a PID namespace: the kernel ends the processes in there with
-    the last.
+    If only its first thread has ended, it may still be the init of a PID namespace: the kernel ends the other processes
+    there with the last thread.
     """
     return fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Return whether this very process still runs. A zombie does not."""
+    """Return whether this exact process still runs. A zombie does not."""
     return identify(process.pid) == process
 
 
 def descendants(pid: int) -> set[ProcessId]:
-    """Return all living children of `pid`, and theirs, in whatever namespace, as far as /proc shows them."""
+    """Return all living descendants of `pid`, in any namespace, as far as /proc shows them."""
     found: set[ProcessId] = set()
     waiting = [pid]
     while waiting:
@@ -99,7 +99,7 @@ def descendants(pid: int) -> set[ProcessId]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the process ids of all children of a process, also of those that have ended and were not reaped."""
+    """Return the process ids of all children of a process, including ended ones that were not reaped."""
     found: list[int] = []
     with contextlib.suppress(*_GONE):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -120,7 +120,7 @@ def session_members(session: int) -> set[ProcessId]:
 
 
 def kill(processes: Iterable[ProcessId]) -> None:
-    """Send SIGKILL to each process that still is the one it was. Does not wait."""
+    """Send SIGKILL to each process whose identity still matches. Does not wait."""
     for process in processes:
         if is_alive(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -128,7 +128,7 @@ def kill(processes: Iterable[ProcessId]) -> None:
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> set[ProcessId]:
-    """Block until all have ended, for at most `timeout_s`; return those that have not."""
+    """Block until all have ended, for at most `timeout_s`; return the survivors."""
     deadline = time.monotonic() + timeout_s
     remaining = {process for process in processes if is_alive(process)}
     while remaining and (left_s := deadline - time.monotonic()) > 0:
@@ -142,7 +142,7 @@ def _wait_one(process: ProcessId, timeout_s: float) -> None:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
-    except OSError:  # Linux before 5.3 has no event for the end of a process that is not our child
+    except OSError:  # Linux before 5.3 sends no event for the end of a process that is not our child
         time.sleep(min(NO_PIDFD_POLL_S, timeout_s))
         return
     try:
@@ -155,10 +155,10 @@ def _wait_one(process: ProcessId, timeout_s: float) -> None:
 
 
 def write_record(folder: Path, processes: Iterable[ProcessId]) -> None:
-    """Note who belongs to the sandbox of this folder, for the reaper."""
+    """Record the processes of the sandbox of this folder, for the reaper."""
     text = "".join(f"{process.pid} {process.start_time}\n" for process in processes)
     unfinished = folder / f"{RECORD_NAME}.new"
-    unfinished.write_text(text, encoding="ascii")  # a full disk must not cost the record that is there
+    unfinished.write_text(text, encoding="ascii")  # a full disk must not destroy the existing record
     unfinished.replace(folder / RECORD_NAME)
 
 
@@ -172,18 +172,21 @@ def _read_record(record: Path) -> set[ProcessId]:
         with contextlib.suppress(*_GONE):
             for line in record.read_text(encoding="ascii").splitlines():
                 pid, _, start_time = line.partition(" ")
-                if pid.isdigit() and start_time.isdigit():  # the node may have been killed while it wrote
+                if pid.isdigit() and start_time.isdigit():  # the node may have been killed during the write
                     processes.add(ProcessId(int(pid), int(start_time)))
     return processes
 
 
 def write_cgroup_record(folder: Path, cgroup: Path) -> None:
-    """Note which cgroup the sandbox of this folder will have, for the reaper."""
+    """Record the cgroup of the sandbox of this folder, for the reaper."""
     (folder / CGROUP_RECORD_NAME).write_text(str(cgroup), encoding="utf-8")
 
 
 def remove_cgroup(cgroup: Path) -> bool:
-    """Kill what is in `cgroup` and remove it. True when it is gone. Blocks, for `KILL_TIMEOUT_S` at most."""
+    """Kill the processes in `cgroup` and remove it. Return True when it is gone.
+
+    Blocks for at most `KILL_TIMEOUT_S`.
+    """
     for attempt in (1, 2):
         with contextlib.suppress(OSError):
             os.rmdir(cgroup)
@@ -235,15 +238,15 @@ def _reap_cgroups(run_dir: Path) -> None:
 
 
 def has_remains(folder: Path) -> bool:
-    """Return whether a process or the cgroup that the records of this sandbox name is still there."""
+    """Return whether a recorded process or cgroup of this sandbox still exists."""
     cgroup = _recorded_cgroup(folder)
     return any(map(is_alive, _read_record(folder / RECORD_NAME))) or (cgroup is not None and cgroup.exists())
 
 
 def reap_sandbox(folder: Path) -> bool:
-    """Kill what the records of one sandbox name, and its descendants; return whether all of it is gone.
+    """Kill the recorded processes of one sandbox, and their descendants; return whether all are gone.
 
-    Blocks, for twice `KILL_TIMEOUT_S` at most; may be tried again.
+    Blocks for at most twice `KILL_TIMEOUT_S`; may be retried.
     """
     family = _read_record(folder / RECORD_NAME)
     known = frozenset(family)
@@ -251,7 +254,7 @@ def reap_sandbox(folder: Path) -> bool:
         if is_alive(process):
             family |= descendants(process.pid)
     if family != known:
-        with contextlib.suppress(OSError):  # the record before this one stays, if there is no room for another
+        with contextlib.suppress(OSError):  # without room for another record, the previous one stays
             write_record(folder, family)
     kill(family)
     wait_gone(family, KILL_TIMEOUT_S)
@@ -262,7 +265,7 @@ def reap_sandbox(folder: Path) -> bool:
 
 
 def reap(run_dir: Path) -> None:
-    """End what is left of a dead node: its recorded processes, their descendants, its cgroups and folder. Blocks.
+    """End the remains of a dead node: its recorded processes, their descendants, its cgroups and folder. Blocks.
 
     Only for a holder of the lock on `run_dir`. A folder that is already gone is fine.
     """
@@ -292,7 +295,7 @@ def main(run_dir: Path) -> None:
     while True:
         try:
             reap(run_dir)
-        except OSError:  # the machine has no descriptor or memory: nobody else cleans up here
+        except OSError:  # no descriptor or memory: no other process cleans up here
             time.sleep(RETRY_INTERVAL_S)
         else:
             return

@@ -1,8 +1,8 @@
 """The node's private folder on a local disk: the empty root, one folder per sandbox, and the reaper that watches it.
 
-Whoever holds the lock on the folder owns it, and the kernel releases the lock when its process ends. So a folder
-`prorl-*` that can be locked belongs to a node that is dead: the reaper of that node removes it, or, if that was killed
-too, the next node that starts here.
+The holder of the lock on the folder owns it, and the kernel releases the lock when its process ends. A folder `prorl-*`
+that can be locked therefore belongs to a dead node. The reaper of that node removes it, or, if it was killed as well,
+the next node that starts here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_SOCKET_PATH_BYTES: Final = 107
 SOCKET_NAME: Final = "s"
 CLOSE_TIMEOUT_S: Final = 10.0
 REMAINS_DELAY_S: Final = 0.1
-"""Wait between two tries to end what outlived its sandbox; doubled each time, up to `MAX_REMAINS_DELAY_S`."""
+"""Delay between two attempts to end remains of a sandbox; doubled each time, up to `MAX_REMAINS_DELAY_S`."""
 MAX_REMAINS_DELAY_S: Final = 10.0
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ _UNBORN_PREFIX: Final = "new-prorl-"
 _NAME: Final = re.compile(r"prorl-[0-9]+-[a-z0-9_]{8}")
 _UNBORN_NAME: Final = re.compile(r"new-prorl-(?P<namespace>[0-9]+)-(?P<start_time>[0-9]+)-(?P<pid>[0-9]+)-[a-z0-9_]{8}")
 MARKER_NAME: Final = ".prorl-run-dir"
-"""In every run folder. Nothing without it is ever swept, whatever it is called."""
+"""A file in every run folder. A folder without it is never swept, whatever its name."""
 
 
 class SandboxDir:
-    """The folder of one sandbox, which sees nothing of it. `control` holds the socket.
+    """The folder of one sandbox, which cannot see it. `control` holds the socket.
 
-    Names are short: the path of a socket may have 107 bytes.
+    Names are short, because the path of a socket may have 107 bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,11 +69,11 @@ class SandboxDir:
         self.home = path / "home"
         self.socket = self.control / SOCKET_NAME
         self.held = contextlib.ExitStack()
-        """Closed when the sandbox has ended: what it keeps from others until then, as its image."""
+        """Resources reserved until the sandbox has ended, such as its image."""
 
 
 class RunDir:
-    """A locked folder of this process. Made by `open_run_dir`."""
+    """A locked folder of this process. `open_run_dir` creates it."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
@@ -81,17 +81,17 @@ class RunDir:
         self._reaper_turn = trio.Lock()
         self.pid_limiter = PidLimiter()
         self.remains: set[Path] = set()
-        """Folders of sandboxes of which something outlived their end."""
+        """Folders of sandboxes with surviving processes or cgroups."""
         self._remains_came = trio.Event()
         self.is_lost = False
-        """The folder was not there when it was needed: somebody has removed it."""
+        """True if the folder was missing when it was needed, because it was removed."""
         self._claim()
 
     def _claim(self) -> None:
-        """Make the folder, locked. Blocks."""
+        """Make the locked folder. Blocks."""
         base = self._base
         base.mkdir(parents=True, exist_ok=True)
-        # Until it is locked only its name can say whose it is: a pid, and what makes that pid one process for ever.
+        # Until it is locked, only its name identifies its owner: a pid, and the start time that makes it unique.
         prefix = f"{_UNBORN_PREFIX}{_pid_namespace()}-{_start_time()}-"
         unborn = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
         path = base / (_PREFIX + os.path.basename(unborn).removeprefix(prefix))
@@ -101,7 +101,7 @@ class RunDir:
             unless_made.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
             Path(unborn, MARKER_NAME).touch()
-            # Only now does it get the name under which others look for folders without an owner.
+            # Only now it gets the name under which other nodes look for folders without an owner.
             os.rename(unborn, path)
             unless_made.pop_all()
         _locks.add(lock)
@@ -112,13 +112,13 @@ class RunDir:
         """The daemon's code."""
 
     async def renew(self) -> None:
-        """Make another folder, after somebody has removed this one. Sandboxes that live go on; errors as of a start."""
+        """Make another folder after this one was removed. Live sandboxes continue; errors as of a start."""
         logger.error("somebody has removed %s; another folder takes its place", self.path)
         path, lock = self.path, self._lock
         await run_blocking(self._claim)
         _locks.discard(lock)
-        os.close(lock)  # the reaper of the old folder ends now, as nothing is there
-        await run_blocking(shutil.rmtree, path, True)  # it is there where this failed halfway before
+        os.close(lock)  # the reaper of the old folder ends now, as the folder is gone
+        await run_blocking(shutil.rmtree, path, True)  # it exists if an earlier attempt failed halfway
         if self._reaper is not None:
             await self._reaper.wait()
         await self._start()
@@ -132,7 +132,7 @@ class RunDir:
     async def keep_reaper(self) -> None:
         """Start a reaper unless one runs, and wait for its end, which is an error. For a supervisor that repeats it.
 
-        Somebody may end a reaper (the kernel, when memory runs out).
+        A reaper may be killed, for example by the kernel when memory runs out.
 
         Raises:
             SandboxUnavailable: it has ended.
@@ -144,7 +144,7 @@ class RunDir:
         raise SandboxUnavailable(f"the reaper of {self.path} ended (exit status {code})")
 
     async def reap_remains(self) -> None:
-        """End what outlived the end of its sandbox, again and again until it is gone, for ever."""
+        """End processes that outlived their sandbox, with retries; runs until cancelled."""
         delay_s = REMAINS_DELAY_S
         while True:
             await trio.lowlevel.checkpoint()
@@ -162,7 +162,6 @@ class RunDir:
                 delay_s = min(2 * delay_s, MAX_REMAINS_DELAY_S)
 
     async def _start_reaper(self) -> None:
-        """Start a reaper unless one runs."""
         async with self._reaper_turn:
             if self._reaper is not None and self._reaper.poll() is None:
                 return
@@ -199,7 +198,7 @@ class RunDir:
 
     @asynccontextmanager
     async def open_sandbox_dir(self) -> AsyncIterator[SandboxDir]:
-        """A new folder for one sandbox, removed on leaving; one whose records name what is still there, later."""
+        """Make a folder for one sandbox, and remove it on exit, or later if recorded processes still live."""
         folder = SandboxDir(self.path / f"sbx-{secrets.token_hex(4)}")
         try:
             try:
@@ -224,7 +223,7 @@ class RunDir:
 
 
 def _remove_sandbox_dir(folder: SandboxDir) -> bool:
-    """Remove it, unless what its records name is still there: they are needed then."""
+    """Remove it, unless its recorded processes still exist, which need the record."""
     folder.held.close()
     return not reaper.has_remains(folder.path) and _remove(folder.path)
 
@@ -234,13 +233,13 @@ def _reap_and_remove(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Return whether nothing of the folder is left: without a descriptor, say, it cannot be removed."""
+    """Return whether the folder is completely removed, which fails without a descriptor, for example."""
     shutil.rmtree(path, ignore_errors=True)
     return not path.exists()
 
 
 def remains_count() -> int:
-    """Return how many sandboxes of this node there are of which something outlived their end."""
+    """Return the number of this node's sandboxes with surviving processes or cgroups."""
     by_base = _shared.get({})
     return sum(len(shared.run_dir.remains) for shared in by_base.values() if shared.run_dir is not None)
 
@@ -261,7 +260,7 @@ def _make_sandbox_dir(folder: SandboxDir) -> None:
 
 
 class _Shared:
-    """A run folder and how many use it."""
+    """A run folder and the number of its users."""
 
     def __init__(self) -> None:
         self.lock = trio.Lock()
@@ -274,7 +273,7 @@ _locks: set[int] = set()
 
 
 def _drop_locks() -> None:
-    """In a forked child: a copy of a lock would keep a dead node's folder locked for as long as the child lives."""
+    """Drop the locks in a forked child: a copy would hold a dead node's folder during the child's lifetime."""
     for lock in _locks:
         os.close(lock)
     _locks.clear()
@@ -285,9 +284,9 @@ os.register_at_fork(after_in_child=_drop_locks)
 
 @asynccontextmanager
 async def open_run_dir(base: Path | None) -> AsyncIterator[RunDir]:
-    """The run folder of this node below `base` (default: the system's temporary folder), shared by all its users.
+    """Open the run folder of this node below `base` (default: the system's temporary folder), shared by all its users.
 
-    The first user makes it, after sweeping what dead nodes left there; the last one to leave removes it.
+    The first user makes it, after sweeping the remains of dead nodes there; the last user removes it.
 
     Raises:
         SandboxUnavailable: `base` cannot be used: on a network file system, too long for a socket, not writable.
@@ -321,9 +320,9 @@ async def open_run_dir(base: Path | None) -> AsyncIterator[RunDir]:
 
 @asynccontextmanager
 async def open_shared_run_dir(base: Path | None) -> AsyncIterator[None]:
-    """Keep a run directory open, with its reaper watched, and do nothing else with it.
+    """Hold a run directory open, with its reaper watched.
 
-    It is `SandboxProvider.open_shared` of the real providers. See `open_run_dir`.
+    This is the real providers' `SandboxProvider.open_shared`. See `open_run_dir`.
     """
     async with open_run_dir(base) as run_dir, open_single_nursery() as nursery:
         nursery.start_soon(service_task(run_dir.keep_reaper, "reaper"))
@@ -361,7 +360,7 @@ def check_base(base: Path, mountinfo: str) -> None:
     """Refuse a folder where sockets or locks do not work.
 
     Raises:
-        SandboxUnavailable: says why, and what to set instead.
+        SandboxUnavailable: the message has the reason and a remedy.
     """
     advice = "set sandbox.runtime_dir to a short path on a local disk or tmpfs"
     longest = base / f"{_PREFIX}4194304-xxxxxxxx" / "sbx-xxxxxxxx" / "c" / SOCKET_NAME
@@ -374,7 +373,7 @@ def check_base(base: Path, mountinfo: str) -> None:
 
 
 def sweep(base: Path) -> None:
-    """End and remove what dead nodes of this user left in `base`. Blocks. Leaves alone what does not bear our mark."""
+    """End and remove the remains of this user's dead nodes in `base`. Blocks. Ignores folders without our mark."""
     _sweep_unborn(base)
     for entry in base.glob(f"{_PREFIX}*"):
         try:
@@ -397,9 +396,9 @@ def sweep(base: Path) -> None:
 
 
 def _sweep_unborn(base: Path) -> None:
-    """Remove the folders, empty but for the mark, of nodes killed between making a folder and giving it its name.
+    """Remove folders of nodes that were killed between making a folder and naming it; they contain only the mark.
 
-    Those of another PID namespace are left alone: whether their owner lives cannot be seen from here.
+    Folders of another PID namespace are left alone, because their owner's state is not visible from here.
     """
     namespace = _pid_namespace()
     for entry in base.glob(f"{_UNBORN_PREFIX}*"):
@@ -408,7 +407,7 @@ def _sweep_unborn(base: Path) -> None:
             continue
         if reaper.is_alive(reaper.ProcessId(int(name["pid"]), int(name["start_time"]))):
             continue
-        with contextlib.suppress(OSError):  # another's, or somebody else is sweeping too
+        with contextlib.suppress(OSError):  # another user's, or being swept by another node
             if entry.lstat().st_uid == os.geteuid():
                 (entry / MARKER_NAME).unlink(missing_ok=True)
                 entry.rmdir()

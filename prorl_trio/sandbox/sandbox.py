@@ -1,4 +1,4 @@
-"""A sandbox as its users know it: verbs, all of them over one call to what is inside."""
+"""The user's view of a sandbox: verbs, all built on one call to the inside."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
 
 FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
-"""Files, and programs' input, travel in pieces of this size: well below the largest frame."""
+"""Size limit of the pieces of files and of programs' input, well below the largest frame."""
 
 MAX_STDIN_BYTES: Final = 1024**3
-"""Largest input of a program. It is in the node's memory all the while; a file need not be."""
+"""Limit of a program's input, which is in the node's memory all the time; a file need not be."""
 
 MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
-"""Largest `max_output_bytes` of an action: the result must fit into a frame, even if each byte becomes three."""
+"""Limit of an action's `max_output_bytes`: the result must fit into a frame, even if each byte becomes three."""
 
 ACTION_MARGIN_S: Final = 15.0
-"""The time that the daemon may take beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
+"""Time for the daemon beyond an action's own timeout: to interrupt, to kill, to start a new shell."""
 
 FILE_TIMEOUT_S: Final = 60.0
-"""For one piece of a file, or one edit."""
+"""Time limit for one piece of a file, or one edit."""
 
 KERNEL_START_S: Final = 75.0
-"""The time that a Jupyter kernel, of any language, may take to start, and then `ACTION_MARGIN_S`."""
+"""Time limit for the start of a Jupyter kernel of any language, in addition to `ACTION_MARGIN_S`."""
 
 RESTART_TIMEOUT_S: Final = 30.0
 PING_TIMEOUT_S: Final = 5.0
@@ -72,21 +72,21 @@ E = TypeVar("E", bound=Exception)
 
 
 class ShellBusy(HandlerError):
-    """A command that was left running has not ended; the new one was not started."""
+    """An earlier command is still running; the new one was not started."""
 
 
 class ShellIdle(HandlerError):
-    """There is no command to type keys for, or to wait for."""
+    """No command is running that could receive keys or be awaited."""
 
 
 class Sandbox(abc.ABC):
     """A live sandbox. One action at a time; a second concurrent one waits for the first.
 
-    Every method raises `SandboxLost` when the sandbox died or its channel broke, and then for ever after. A cancelled
-    call cancels the action inside: the command's process group is killed before the call returns, or the sandbox is
-    closed. No action is ever sent twice.
+    Every method raises `SandboxLost` once the sandbox died or its channel broke. A cancelled call cancels the action
+    inside: the command's process group is killed before the call returns, or the sandbox is closed. Actions are never
+    sent twice.
 
-    Whoever makes another kind of sandbox writes `call` and `wait_lost`.
+    To implement another kind of sandbox, implement `call` and `wait_lost`.
     """
 
     def __init__(self, sandbox_id: str) -> None:
@@ -99,36 +99,37 @@ class Sandbox(abc.ABC):
     async def call(
         self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
     ) -> T:
-        """Have `request` carried out inside, and return its answer, a `reply_type`.
+        """Carry out `request` inside, and return its answer, a `reply_type`.
 
-        The verbs below make one call after the other, but for the input of a program, which is sent while it runs.
-        `on_output` is called, in this task and in order, with what a request that asks for it (`stream`) has streamed;
-        what it raises ends the call.
+        The verbs below make one call at a time, except for the input of a program, which is sent while it runs.
+        `on_output` is called, in this task and in order, with the streamed output of a request with `stream`; an
+        exception ends the call.
 
         Raises:
-            SandboxLost: it is gone, or has not answered within `timeout_s`, which is the end of it.
-            SandboxCallFailed, SandboxUnavailable, ShellBusy, ShellIdle, OSError, ValueError: it lives, and has not done
-                what was asked, for the reasons that the verbs name.
+            SandboxLost: it is gone, or did not answer within `timeout_s`, after which it is ended.
+            SandboxCallFailed, SandboxUnavailable, ShellBusy, ShellIdle, OSError, ValueError: it lives, but the request
+                failed for a reason listed at the verbs.
         """
 
     @abc.abstractmethod
     async def wait_lost(self) -> None:
-        """Return when the sandbox is known to be lost, or is closed, whether or not anybody acts on it."""
+        """Return when the sandbox is known to be lost, or is closed, whether or not anything uses it."""
 
-    def on_standstill(self, uncount: Callable[[float], None]) -> None:  # noqa: B027 - a kind without it is whole
-        """Call `uncount` with the seconds of each standstill of the sandbox that a waiting call has found.
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:  # noqa: B027 - optional for subclasses
+        """Call `uncount` with the seconds of each standstill of the sandbox that a waiting call has detected.
 
-        Its machine or container was stopped or frozen then: nothing inside ran. By default, none is found.
+        In a standstill its machine or container was suspended or frozen, so nothing inside ran. Default: none is
+        detected.
         """
 
     async def open_port(self, port: int = 0) -> trio.SocketListener:
-        """Return a socket that listens on `port` of 127.0.0.1 inside, which nothing outside of the sandbox can reach.
+        """Return a socket that listens on `port` of 127.0.0.1 inside, unreachable from outside the sandbox.
 
-        0: any free one; the address of the socket says which. Whoever asked closes it.
+        0 means any free port; the socket's address has the number. The caller closes the socket.
 
         Raises:
-            SandboxUnavailable: the sandbox has no network of its own.
-            OSError: the port is taken, inside.
+            SandboxUnavailable: the sandbox lacks its own network.
+            OSError: the port is in use inside.
         """
         del port
         await trio.lowlevel.checkpoint()
@@ -145,9 +146,9 @@ class Sandbox(abc.ABC):
     ) -> BashResult:
         """Run `command` in the persistent shell (started on first use). A non-zero exit is a result, not an error.
 
-        After `timeout_s` it is stopped. If no output comes for `quiet_timeout_s`, the result says `running` and the
-        command goes on; `bash_input` follows it up, and until its end is known no other command can be run.
-        The output is plain text (no escape sequences, progress bars in their last state) unless `raw`.
+        After `timeout_s` it is stopped. If no output arrives for `quiet_timeout_s`, the result is `running` and the
+        command continues; `bash_input` continues it, and until it has ended no other command can run. The output is
+        plain text (no escape sequences, progress bars in their last state) unless `raw`.
 
         Raises:
             ShellBusy: a command is still running; this one was not started.
@@ -171,12 +172,12 @@ class Sandbox(abc.ABC):
         max_output_bytes: int = 64 * 1024,
         raw: bool = False,
     ) -> BashResult:
-        """Type `keys` for the command that is still running, and wait for it as `bash` does.
+        """Type `keys` for the running command, and wait for it as `bash` does.
 
-        `b"\\x03"` is C-c, `b"\\x04"` C-d, `b"\\x1a"` C-z; nothing only waits. Keys never reach the shell itself.
+        `b"\x03"` is C-c, `b"\x04"` C-d, `b"\x1a"` C-z; empty keys only wait. Keys never reach the shell itself.
 
         Raises:
-            ShellIdle: no command was left running, or its end has been told.
+            ShellIdle: no command is running, or its end was already returned.
         """
         _check_limits(timeout_s, max_output_bytes)
         call = BashInput(
@@ -189,7 +190,7 @@ class Sandbox(abc.ABC):
         return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S, runs=True)
 
     async def restart_bash(self) -> None:
-        """End the shell with everything that runs in it, and start a new one."""
+        """End the shell with all its processes, and start a new one."""
         await self._act(BashRestart(), BashRestarted, RESTART_TIMEOUT_S)
 
     async def ipython(
@@ -199,13 +200,13 @@ class Sandbox(abc.ABC):
 
         Args:
             code: the cell, as IPython reads it.
-            timeout_s: after it the cell is interrupted, and its kernel killed if that does not help.
-            max_output_bytes: of its text; beyond it the first and the last half are kept.
+            timeout_s: time limit, after which the cell is interrupted, and its kernel killed if that does not help.
+            max_output_bytes: limit of its text, beyond which only the first and the last half are kept.
             kernel: empty for the IPython that every sandbox has, or the name of a Jupyter kernelspec installed in it.
-                Each has a shell of its own.
+                Each has its own shell.
 
         Raises:
-            SandboxUnavailable: there is no such kernel, or it cannot be started. The sandbox itself lives on.
+            SandboxUnavailable: the kernel does not exist or cannot be started. The sandbox itself lives on.
         """
         _check_limits(timeout_s, max_output_bytes)
         call = IpythonRun(code=code, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kernel=kernel)
@@ -213,7 +214,7 @@ class Sandbox(abc.ABC):
         return await self._act(call, CellResult, at_most_s, runs=True)
 
     async def restart_ipython(self, *, kernel: str = "") -> None:
-        """Throw the state of a kernel's shell away. `kernel` and errors as in `ipython`."""
+        """Discard the state of a kernel's shell. `kernel` and errors as in `ipython`."""
         await self._act(
             IpythonRestart(kernel=kernel), IpythonRestarted, KERNEL_START_S if kernel else RESTART_TIMEOUT_S
         )
@@ -234,34 +235,33 @@ class Sandbox(abc.ABC):
         linger_s: float = 0.0,
         watch: Sequence[str] = (),
     ) -> ExecResult:
-        """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
+        """Run a program once, without a shell, in a fresh session: for evaluators. All its processes are ended.
 
-        That goes for what became a daemon too. What is to stay is started from `bash`.
+        This includes daemons. Start processes that must survive from `bash`.
 
         Args:
             argv: program (looked up in PATH unless it is a path) and arguments.
-            timeout_s: after it the program is killed with all it started; then `exit_code` is None.
-            cwd: empty takes the directory where shells start.
+            timeout_s: time limit, after which the program is killed with all its processes; then `exit_code` is None.
+            cwd: working directory; empty: where shells start.
             env: added to the tools' environment.
-            stdin: the program's whole input, 1 GiB at most (`MAX_STDIN_BYTES`). It travels in pieces, as the
-                program reads it.
-            max_output_bytes: of stdout and of stderr each; beyond it the first and the last half are kept.
-            user: whom it runs as, a name or a number that the image knows; empty is whom everything runs as here. A
-                sandbox has one user, and another is refused, but for Apptainer with `sandbox.fakeroot`, where tools are
-                root and may become any user, if the node's own has a range of them (/etc/subuid).
-            on_output: called with `stdout` or `stderr` and each piece of it as it comes: all of the output, whatever
-                `max_output_bytes` keeps for the result. What it raises ends the program.
-            own_limit_s: the program is killed as well when it has used more seconds of its own time, which is the time
-                that passes without that in which it waits for a CPU; 0: there is no such limit. The result says in
-                `own_s` what it used.
+            stdin: the program's whole input, 1 GiB at most (`MAX_STDIN_BYTES`). It is sent in pieces, as the program
+                reads it.
+            max_output_bytes: limit for stdout and for stderr, beyond which only the first and the last half are kept.
+            user: user name or number of the image; empty: the sandbox's user. A sandbox has one user, and another is
+                refused. The exception is Apptainer with `sandbox.fakeroot`, where tools are root and may become any
+                user, if the node's user has a range of users (/etc/subuid).
+            on_output: called with `stdout` or `stderr` and each piece of output as it arrives, regardless of
+                `max_output_bytes`. An exception ends the program.
+            own_limit_s: limit of the program's own time (elapsed time without waits for a CPU), after which it is
+                killed; 0: no limit. The result has the time used in `own_s`.
             lenient: a program that has waited for a CPU may use as much more, up to twice `own_limit_s`.
-            linger_s: the seconds that its leftovers get to end by themselves; then `outlived` of the result tells of
+            linger_s: the seconds for leftover processes to end by themselves; `outlived` of the result describes
                 others.
-            watch: with `linger_s`, files that nothing is to change after the program's end; `outlived` tells of that.
+            watch: with `linger_s`, files that must not change after the program's end; `outlived` describes changes.
 
         Raises:
             FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.
-            ValueError: an argument or a limit that cannot be, or a `user` whom the image does not know.
+            ValueError: an argument or a limit is not possible, or the image lacks the `user`.
         """
         _check_limits(timeout_s, max_output_bytes)
         if len(stdin) > MAX_STDIN_BYTES:
@@ -303,12 +303,12 @@ class Sandbox(abc.ABC):
         max_stderr_bytes: int = 64 * 1024,
         lenient: bool = False,
     ) -> AsyncIterator[Program]:
-        """Run a program to talk to: for evaluators that ask it one thing after the other.
+        """Run an interactive program: for evaluators that send it one request after the other.
 
-        It is the sandbox's one action while the block lasts: other verbs wait for its end. On leaving the block it is
-        killed, with all it started. Arguments as in `exec`; of its stderr at most `max_stderr_bytes` are kept.
+        It is the sandbox's one action during the block: other verbs wait for its end. On exit it is killed, with all
+        its processes. Arguments as in `exec`; at most `max_stderr_bytes` of its stderr are kept.
 
-        The errors of `exec` are raised by what is asked of the program.
+        The methods of the program raise the errors of `exec`.
         """
         _check_limits(timeout_s, max_stderr_bytes)
         call = Exec(
@@ -331,7 +331,7 @@ class Sandbox(abc.ABC):
                 nursery.cancel_scope.cancel()
 
     async def read_file(self, path: str, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
-        """The whole file at the absolute `path` inside.
+        """Return the whole file at the absolute `path` inside.
 
         Raises:
             FileNotFoundError, IsADirectoryError, PermissionError: as seen inside.
@@ -353,7 +353,7 @@ class Sandbox(abc.ABC):
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Replace the file at the absolute `path` inside; parents are made. Errors as `read_file`.
 
-        A file that may not be written (mode 0444, say) is a `PermissionError`, and stays as it is.
+        A file that may not be written (mode 0444, for example) is a `PermissionError`, and stays unchanged.
         """
         async with self._action():
             for start in range(0, max(1, len(data)), FILE_PIECE_BYTES):
@@ -362,7 +362,7 @@ class Sandbox(abc.ABC):
                 await self.call(call, FileWritten, FILE_TIMEOUT_S)
 
     async def edit_file(self, edit: EditFile) -> FileEdited:
-        """View or edit a text file inside, in the way agents know; what is wrong with the call is in the result."""
+        """View or edit a text file inside, in the manner of agents' editors; errors of the call are in the result."""
         return await self._act(edit, FileEdited, FILE_TIMEOUT_S)
 
     async def upload(
@@ -373,20 +373,22 @@ class Sandbox(abc.ABC):
         options: TransferOptions = DEFAULT_TRANSFER,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> TransferReport:
-        """Copy the file or folder `local` to the absolute path `remote` inside. It appears there whole or not at all.
+        """Copy the file or folder `local` to the absolute path `remote` inside.
 
-        Missing parents are made. Permission bits travel (not set-user-id), and so do symbolic links, as links, if they
-        stay in the folder; second names of a file stay second names. One piece of about 1 MiB is in memory at a time.
-        A cancelled or failed transfer leaves nothing on either side. No other action goes on meanwhile.
+        It appears there completely or not at all.
+
+        Missing parents are made. Permission bits are copied (not set-user-id), and so are symbolic links, as links, if
+        they stay in the folder; hard links stay hard links. One piece of about 1 MiB is in memory at a time. A
+        cancelled or failed transfer leaves nothing on either side. Other actions wait for its end.
 
         Args:
             local: a file or a folder of this machine.
             remote: an absolute path inside, below one of `options.remote_roots`.
-            options: limits, and whether to replace what is there.
+            options: limits, and whether to replace an existing path.
             on_progress: called with the number of entries and of bytes so far, after each piece.
 
         Raises:
-            FileExistsError: something is there, and `options.overwrite` is not set.
+            FileExistsError: the path exists, and `options.overwrite` is not set.
             FileNotFoundError, PermissionError, OSError: as seen here or inside; also outside of `remote_roots`.
             ValueError: a limit is exceeded; `remote` is not absolute; `local` is neither a file nor a folder.
         """
@@ -401,14 +403,13 @@ class Sandbox(abc.ABC):
         options: TransferOptions = DEFAULT_TRANSFER,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> TransferReport:
-        """Copy the file or folder `remote` inside to `local`. As `upload`, the other way.
+        """Copy the file or folder `remote` inside to `local`. The reverse of `upload`.
 
-        Whatever code inside does meanwhile, nothing outside of `local` is written or read, and no link in it leads out.
-        All of it can be read by its owner afterwards.
+        Whatever code inside does at the same time, nothing outside of `local` is written or read, and no link in it
+        leads out. Its owner can read all the copied files.
 
         Raises:
-            ValueError: besides the above: what came out of the sandbox is not a tree of files, or this disk does not
-                take it.
+            ValueError: besides the above: the received data is not a tree of files, or this disk cannot store it.
         """
         async with self._action():
             try:
@@ -419,26 +420,26 @@ class Sandbox(abc.ABC):
                 raise
 
     async def ping(self) -> Pong:
-        """Return when the sandbox answers, after the action that is going on. It is no action itself."""
+        """Return when the sandbox answers, after the current action. It is not itself an action."""
         return await self._act(Ping(), Pong, PING_TIMEOUT_S)
 
     @property
     def is_used(self) -> bool:
-        """Return True if a policy has acted in it, as far as is known. See `prorl_trio.sandbox.use`."""
+        """Return True if a policy is known to have acted in it. See `prorl_trio.sandbox.use`."""
         return False
 
     def _timing(self, *, runs: bool) -> AbstractContextManager[None]:
-        """Return a block that an action's time is charged in. `runs`: it runs a program."""
+        """Return a block that charges an action's time. `runs`: it runs a program."""
         del runs
         return nullcontext()
 
     def _of_content(self, error: E) -> E:
-        """Return an error of what is in the sandbox: the policy's doing where it has acted."""
+        """Return an error of the sandbox's content, blamed on the policy if it has acted there."""
         return spoilt(error) if self.is_used else error
 
     @asynccontextmanager
     async def _action(self, *, runs: bool = False) -> AsyncIterator[None]:
-        """Wait for the end of the action that goes on, and keep others waiting."""
+        """Wait for the end of the current action, and make others wait."""
         with self._timing(runs=runs):
             async with self._turn:
                 yield
@@ -448,8 +449,8 @@ class Sandbox(abc.ABC):
             return await self.call(request, reply_type, timeout_s)
 
     async def _send_input(self, input_id: int, stdin: bytes, timeout_s: float) -> None:
-        """Send what the `Exec` itself does not hold, as fast as it is read, until the program wants no more."""
-        with suppress(SandboxLost):  # whoever waits for the result learns it
+        """Send the input beyond the `Exec` itself, as fast as it is read, until the program wants no more."""
+        with suppress(SandboxLost):  # the task that waits for the result is notified
             for start in range(FILE_PIECE_BYTES, len(stdin), FILE_PIECE_BYTES):
                 end = start + FILE_PIECE_BYTES
                 piece = ExecInput(input_id=input_id, data=stdin[start:end], last=end >= len(stdin))

@@ -1,17 +1,17 @@
 """The silence of sandboxes: it is evidence only if the sandbox could run.
 
-The loop of a daemon with a call in flight wakes several times a second (its watchdog). So if its main thread has used
-no CPU time between two looks, it did not get to run. What kept it is told by its state:
+The loop of a daemon with a call in flight wakes several times a second (its watchdog). If its main thread has used no
+CPU time between two checks, it did not run. Its state shows the reason:
 
-* stopped (T): nothing inside can stop it, so the sandbox stood still;
-* in a wait that takes no signal (D, as of a disk, of swap or of a frozen group), or frozen: it stood still, unless the
-  rest of the sandbox ran. Then that may have used up all memory, and the time counts;
-* runnable, or it ran but had to wait for a CPU: the wait does not count, unless it is the sandbox's own doing;
+* stopped (T): processes inside cannot stop it, so the sandbox stood still;
+* in an uninterruptible wait (D, for a disk, for swap or in a frozen group), or frozen: it stood still, unless the rest
+  of the sandbox ran. The rest may then have used up all memory, and the time counts;
+* runnable, or it ran but had to wait for a CPU: the wait does not count, unless the sandbox itself caused it;
 * asleep (S): it could run, and did not. The time counts.
 
-A wait for a CPU is the sandbox's own doing only if the sandbox asks for many of them (`MAX_WANTED_CPUS`), however many
-it got: beside fewer threads, a daemon is never kept waiting for long. Either its living threads have asked for as much
-between two looks, or as many could run at both: processes that end at once leave no trace of what they asked for.
+The sandbox itself caused a wait for a CPU only if it asks for many (`MAX_WANTED_CPUS`), however many it got: with fewer
+threads, a daemon never waits for long. Either its living threads have asked for that number between two checks, or that
+number could run at both. Processes that end at once leave no trace of their demand.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_STANDSTILL_S: Final = 120.0
-"""Longest standstill, in seconds, that a call waits for. After that, the sandbox is lost."""
+"""Longest standstill, in seconds, for which a call waits. After that, the sandbox is lost."""
 RUNNING_SHARE: Final = 0.1
 """A sandbox ran if its processes, without the daemon, used more than this share of a CPU."""
 
 MAX_WANTED_CPUS: Final = max(8, os.cpu_count() or 1)
-"""Threads of a sandbox that run or wait for a CPU at once, on average, without keeping their own daemon from one."""
+"""Threads of a sandbox that may run or wait for a CPU at once, on average, without starving their own daemon."""
 
 _STOPPED: Final = ("T", "t")
 _KEPT: Final = frozenset({*_STOPPED, "D", "R", "F"})
@@ -49,7 +49,7 @@ def is_held(pid: int) -> bool:
 
 
 class _Look(NamedTuple):
-    """The daemon at one moment: its state, as /proc has it, and its main thread's CPU time; None if that is not known.
+    """The daemon's state in /proc at one moment, and its main thread's CPU time; None if unknown.
 
     A frozen process that /proc shows asleep has the state F here.
     """
@@ -61,13 +61,13 @@ class _Look(NamedTuple):
 
 
 class Silence:
-    """The time in which one sandbox stood still, as far as calls that waited for its daemon have seen it.
+    """The time in which one sandbox stood still, as detected by calls that waited for its daemon.
 
     Args:
-        find_daemon: returns the daemon's process id here; None if it is not known.
+        find_daemon: returns the daemon's process id in this namespace; None if unknown.
 
     Attributes:
-        on_standstill: called with the seconds of a standstill, as they are found.
+        on_standstill: called with the seconds of a standstill, as they are detected.
         total_s: seconds of all standstills.
     """
 
@@ -76,9 +76,9 @@ class Silence:
         self.on_standstill: Callable[[float], None] | None = None
         self.total_s = 0.0
         self._lasts_s = 0.0
-        """Seconds of the present standstill, 0 while there is none."""
+        """Seconds of the current standstill, 0 without one."""
         self._unsure_s = 0.0
-        """Seconds in which the daemon did not run, and nothing is known of the others yet."""
+        """Seconds in which the daemon did not run, while the state of the other processes is still unknown."""
         self._last: _Look | None = None
         self._use: _Use | None = None
 
@@ -87,13 +87,12 @@ class Silence:
 
     @property
     def is_too_long(self) -> bool:
-        """Return whether the present standstill has lasted for `MAX_STANDSTILL_S`."""
         return self._lasts_s >= MAX_STANDSTILL_S
 
     async def look(self) -> None:
-        """Look at the sandbox, and add the time since the last look to `total_s` if it stood still.
+        """Check the sandbox, and add the time since the last check to `total_s` if it stood still.
 
-        The first look, and one that comes long after the last, only begin. Two calls may look in turn.
+        The first check, and a check long after the last one, only start a measurement. Two calls may alternate.
         """
         last, now_s, pid = self._last, trio.current_time(), self._find_daemon()
         if last is not None and now_s - last.at_s < SILENCE_S / 2:
@@ -125,9 +124,9 @@ class Silence:
                 self._add(kept_s)
 
     async def stands_still(self) -> bool:
-        """Return whether the sandbox does not run now, or one of its daemon's threads waits for a disk.
+        """Return whether the sandbox does not run now, or a thread of its daemon waits for a disk.
 
-        For one that is lost by its silence. Takes three times `SILENCE_S`.
+        For a sandbox that is lost by its silence. Takes three times `SILENCE_S`.
         """
         pid, self._last, found_s = self._find_daemon(), None, self.total_s
         if pid is None:
@@ -152,7 +151,7 @@ class Silence:
 
 def _look(pid: int | None, at_s: float) -> _Look:
     fields = None
-    with suppress(OSError):  # the machine does not say
+    with suppress(OSError):  # unknown
         fields = None if pid is None else stat_fields(pid)
     if fields is None:
         return _Look(at_s, "", None)
@@ -161,7 +160,6 @@ def _look(pid: int | None, at_s: float) -> _Look:
 
 
 def _is_frozen(pid: int | None) -> bool:
-    """Return whether the control group of a process is frozen (version 2)."""
     with suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8") as groups:
         path = next((line.rstrip("\n")[3:] for line in groups if line.startswith("0::")), None)
         for mount in () if path is None else _MOUNTS:
@@ -186,10 +184,10 @@ def _schedstat(task: int | None) -> tuple[int, int] | None:
 
 
 def _waiting_for_disk(pid: int | None) -> set[tuple[int, int | None]]:
-    """Return the threads of a process that wait and take no signal, each with the CPU time that it has used.
+    """Return the threads of a process in an uninterruptible wait, each with its used CPU time.
 
-    A thread that waits for a child to execute a program (`vfork`) waits for what the child waits for. The child may be
-    stopped, by any process of its user.
+    A thread that waits for a child to execute a program (`vfork`) has the child's reason for waiting. Any process of
+    its user may have stopped the child.
     """
     found = set()
     with suppress(OSError):
@@ -201,9 +199,9 @@ def _waiting_for_disk(pid: int | None) -> set[tuple[int, int | None]]:
 
 
 def _waits_for_child(thread: str, fields: list[str]) -> bool:
-    """Return whether a thread, of which /proc has `fields`, has a child with the same memory that waits for no disk.
+    """Return whether a thread with these `fields` of /proc has a child in the same memory that waits for no disk.
 
-    Memory that is shared has one size.
+    Shared memory has the same size in both.
     """
     with open(f"{thread}/children", encoding="ascii") as file:
         of_children = [stat_fields(int(child)) for child in file.read().split()]
@@ -211,11 +209,11 @@ def _waits_for_child(thread: str, fields: list[str]) -> bool:
 
 
 class _Use(NamedTuple):
-    """CPU time of a sandbox until one moment.
+    """CPU time of a sandbox up to one moment.
 
     Attributes:
-        others_s: seconds of all processes but the daemon, also of those that have ended.
-        ended_s: the seconds among these of processes that have ended.
+        others_s: seconds of all processes except the daemon, including ended ones.
+        ended_s: the part of these seconds that belongs to ended processes.
         wanted_ns: for each living thread, the time that it was on a CPU or waited for one.
         runnable: threads on a CPU or waiting for one now, without the daemon's.
     """
@@ -226,9 +224,9 @@ class _Use(NamedTuple):
     runnable: int = 0
 
     def wanted_since(self, before: _Use, passed_s: float) -> float:
-        """Return the seconds of all threads on a CPU or waiting for one, in the `passed_s` since `before`, at least.
+        """Return the minimum seconds of all threads on a CPU or waiting for one, in the `passed_s` since `before`.
 
-        The kernel has no such time of processes that have ended, nor even their CPU time if their parent ignored them.
+        The kernel does not provide this time for ended processes, nor even their CPU time if their parent ignored them.
         """
         living_ns = sum(max(0, ns - before.wanted_ns.get(thread, 0)) for thread, ns in self.wanted_ns.items())
         seen_s = living_ns / 1e9 + max(0.0, self.ended_s - before.ended_s)

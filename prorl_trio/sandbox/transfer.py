@@ -1,4 +1,4 @@
-"""Uploads and downloads, at the node's end. What comes out of a sandbox is taken for hostile."""
+"""Uploads and downloads, at the node's end. Data from a sandbox is treated as hostile."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from prorl_ipc.tree import TreeCounts
 
 STEP_TIMEOUT_S: Final = 60.0
-"""For the sandbox's end to read or write one piece."""
+"""Time limit for the sandbox's end to read or write one piece."""
 END_TIMEOUT_S: Final = 30.0
-"""For what an ended transfer leaves to be removed."""
+"""Time limit for removing the leftovers of an ended transfer."""
 
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -49,10 +49,10 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a transfer of files and folders, in or out.
 
     Attributes:
-        overwrite: what has the name already is replaced, as a whole. Otherwise it is an error.
-        max_bytes: of all files together.
-        max_entries: files, folders and links.
-        remote_roots: where inside a transfer may go to or come from, links resolved; `~` is the home directory.
+        overwrite: replace an existing path as a whole. Otherwise an existing path is an error.
+        max_bytes: limit for all files together.
+        max_entries: limit of files, folders and links.
+        remote_roots: allowed folders inside, with links resolved; `~` is the home directory.
     """
 
     overwrite: bool = False
@@ -67,8 +67,8 @@ DEFAULT_TRANSFER: Final = TransferOptions()
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report on a transfer.
 
-    `left_out` names the first 100 of what was not, `left_out_total` counts all of it: links that lead out of the
-    folder, devices, pipes, sockets, and what vanished meanwhile.
+    `left_out` names the first 100 skipped paths, and `left_out_total` counts all: links that lead out of the folder,
+    devices, pipes, sockets, and paths that vanished during the transfer.
     """
 
     entries: int
@@ -168,7 +168,7 @@ async def _opened(open_tree: Callable[[], Tree]) -> AsyncIterator[Tree]:
 
 @asynccontextmanager
 async def _remote(call: Call, transfer_id: int) -> AsyncIterator[None]:
-    """Whatever ends the block early also ends the transfer at the other side."""
+    """End the transfer at the other side as well if the block ends early."""
     ended = False
     try:
         yield

@@ -1,16 +1,16 @@
-"""The one place of the rule that what a policy has used, the policy has spoilt.
+"""The one place of the rule that a sandbox that a policy has used is the policy's responsibility.
 
 A sandbox is used from the moment a tool's call of the policy is sent to it, whether or not it is answered. From then
-on, whatever the sandbox cannot do is the policy's doing: a file that is a folder, a missing program, a shell or kernel
-that does not start any more. Only arguments that no sandbox takes remain the caller's fault.
+on, the policy is blamed for every failure of the sandbox: a file that is a folder, a missing program, a shell or kernel
+that no longer starts. Only arguments that are never valid remain the caller's fault.
 
-An evaluator's sandbox is used from the moment a program is sent to it after the policy's first turn: the program may
-be the policy's. The exception is a program that the handler waits for on another account than the policy's
+An evaluator's sandbox is used from the moment a program is sent to it after the policy's first turn, because the
+program may be the policy's. The exception is a program for which the handler waits on another account than the policy's
 (`RolloutContext.waiting`). In such a sandbox, a program that has never run and is missing, or may not be run, remains
 the image's fault.
 
-Text that no sandbox takes (a NUL, half a surrogate pair, too many bytes) is the policy's wherever a program is, because
-a handler that passes an answer on has not made it.
+Text that is never valid (a NUL, a lone surrogate, too many bytes) is always the policy's if it belongs to a program.
+A handler that passes an answer on did not write it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from prorl_ipc.sandbox_calls import SandboxCall
 
 _ARGUMENTS: Final = frozenset({"not_absolute", "bad_request"})
-"""Codes of calls that no sandbox takes, whatever was done in it."""
+"""Codes of calls that are never valid, whatever was done in the sandbox."""
 _MARK: Final = "spoilt_by_use"
 
 E = TypeVar("E", bound=Exception)
 
 
 def spoilt(error: E) -> E:
-    """Mark `error` as brought about by what a policy has done in a sandbox, and return it."""
+    """Mark `error` as caused by a policy's acts in a sandbox, and return it."""
     vars(error)[_MARK] = True
     return error
 
 
 def is_spoilt(error: BaseException) -> bool:
-    """Return whether `error` was marked by `spoilt`, or was raised from an error that was.
+    """Return whether `error` was marked by `spoilt`, or was raised from a marked error.
 
-    A `RolloutError` names its cause itself: what it was raised from does not count.
+    A `RolloutError` names its own cause, so the error it was raised from does not count.
     """
     at: BaseException | None = error
     while at is not None:
@@ -57,26 +57,26 @@ def is_spoilt(error: BaseException) -> bool:
 
 
 class Account(Protocol):
-    """The rollout that a sandbox belongs to: who acts in it now, and whose time that takes."""
+    """The rollout that a sandbox belongs to: who acts in it now, and whose time is charged."""
 
     @property
     def is_acting(self) -> bool:
-        """Return True while a tool of the policy is at work."""
+        """Return True while a tool of the policy runs."""
 
     @property
     def may_run_answers(self) -> bool:
-        """Return True if a program that is run now may be the policy's, as far as its handler does not deny it."""
+        """Return True if a program that is run now may be the policy's, unless its handler denies it."""
 
     def on_agents_time(self, what: str) -> AbstractContextManager[None]:
         """Charge the block to the policy, within a limit.
 
         Raises:
-            BudgetExceeded: the limit was met. The block was cancelled.
+            BudgetExceeded: the limit was reached, and the block was cancelled.
         """
 
 
 class Use:
-    """The use that a policy has made of a sandbox, for the rollout `account`."""
+    """A policy's use of a sandbox, for the rollout `account`."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -101,7 +101,7 @@ class Use:
 
     @contextmanager
     def calling(self, request: SandboxCall) -> Iterator[None]:
-        """Note the call that is sent in the block, and mark the error that it raises if the policy is to blame."""
+        """Note the call that is sent in the block, and mark its error if the policy is to blame."""
         was_used, was_agents = bool(self), self._by_agent
         may_run_answers = self._account.may_run_answers
         self._by_agent |= self._account.is_acting
@@ -116,7 +116,7 @@ class Use:
             if not was_used:
                 raise
             raise spoilt(SandboxCallFailed(str(exc))) from exc
-        except (SandboxCallFailed, HandlerError) as exc:  # without a cause, it is of a program that was running
+        except (SandboxCallFailed, HandlerError) as exc:  # without a cause, it belongs to a program that was running
             if was_used or (self and exc.__cause__ is None):
                 spoilt(exc)
             raise
@@ -139,7 +139,7 @@ class Use:
 
 
 def _is_of_text(error: Exception, request: SandboxCall) -> bool:
-    """Return whether a call was refused for the text in it, which is not the handler's own."""
+    """Return whether a call was refused because of its text, which does not come from the handler."""
     cause = error.__cause__
     if isinstance(cause, CallFailed):
         if cause.code == "too_large":
@@ -149,7 +149,6 @@ def _is_of_text(error: Exception, request: SandboxCall) -> bool:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a value of lists, tuples and dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,8 +1,7 @@
-"""The plan of sandboxes to keep started in advance: pure state. It starts and ends nothing itself; `host` does.
+"""The plan of sandboxes to start in advance: pure state. It starts and ends nothing itself; `host` does.
 
-Stock for each kind of sandbox is sized as a shop sizes its stock for the time of a delivery: what is expected to be
-taken while one start lasts, m = take rate * start time, plus a safety margin of `SAFETY_SIGMAS` * sqrt(m), because m
-arrivals at random vary by sqrt(m).
+The stock of each kind of sandbox follows inventory theory: the expected takes during one start, m = take rate * start
+time, plus a safety margin of `SAFETY_SIGMAS` * sqrt(m), because m random arrivals vary by sqrt(m).
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 RATE_WINDOW_S: Final = 10.0
-"""Time constant of the take rate: a take counts 1/e as much after so long."""
+"""Time constant of the take rate: after this time a take counts 1/e as much."""
 
 FIRST_START_S: Final = 1.0
-"""The time that a start is taken to last before one of its kind was seen."""
+"""The assumed duration of a start before one of its kind was measured."""
 
 START_WEIGHT: Final = 0.3
 """Weight of the newest start in the moving average of start times."""
@@ -25,26 +24,25 @@ START_WEIGHT: Final = 0.3
 SAFETY_SIGMAS: Final = 2.0
 
 REFILL_BACKOFF_S: Final = 1.0
-"""Wait after a failed start, or a death in stock, before the next start of its kind. Doubled by each further failure
+"""Delay after a failed start, or a death in stock, before the next start of its kind. Doubled by each further failure
 until one is taken."""
 
 MAX_REFILL_BACKOFF_S: Final = 60.0
 
 MAX_KINDS: Final = 256
-"""Kinds whose demand is remembered. Beyond that the one not taken from for longest, and without stock, is forgotten."""
+"""Limit of kinds whose demand is remembered. Beyond it, the kind without stock that was unused longest is forgotten."""
 
 T = TypeVar("T")
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the stock. Started and starting ones count alike.
+    """Bounds of the stock. Started and starting sandboxes count alike.
 
     Attributes:
-        max_warm: in all; 0 keeps none.
-        max_warm_per_image: with the same image.
-        max_refills: starts in advance at the same time.
-        max_idle_s: one that was not taken for so long is ended; and a kind that nobody took from for so long gets no
-            new ones.
+        max_warm: limit in total; 0 keeps none.
+        max_warm_per_image: limit for the same image.
+        max_refills: concurrent starts in advance.
+        max_idle_s: time after which an unused sandbox is ended, and an unused kind gets no new sandboxes.
     """
 
     max_warm: int = 0
@@ -54,7 +52,7 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(NamedTuple, Generic[T]):
-    """The starts and ends that are due now. All of them are already accounted for.
+    """The starts and ends that are due now. All are already accounted for.
 
     Attributes:
         start: a kind for each sandbox to start; each is answered by one `started` or `failed`.
@@ -103,7 +101,7 @@ class _Kind(Generic[T]):
         self.failures_in_a_row += 1
 
     def target(self, now_s: float, max_idle_s: float) -> int:
-        """Return how many to keep: at least one for as long as anybody may come back."""
+        """Return the number of sandboxes to keep: at least one while a user may return."""
         if now_s - self.last_take_s >= max_idle_s:
             return 0
         expected = self.rate_per_s(now_s) * self.start_s
@@ -111,10 +109,10 @@ class _Kind(Generic[T]):
 
 
 class WarmPool(Generic[T]):
-    """Stock and demand by kind, where a kind is any key for sandboxes that can stand in for one another.
+    """Stock and demand by kind, where a kind is any key for interchangeable sandboxes.
 
-    No call waits or fails. Times are of one monotonic clock, in seconds. After each change ask for the next `plan`,
-    and again at `next_change_s`.
+    No call waits or fails. Times are of one monotonic clock, in seconds. After each change ask for the next `plan`, and
+    again at `next_change_s`.
     """
 
     def __init__(self, limits: WarmLimits) -> None:
@@ -131,11 +129,11 @@ class WarmPool(Generic[T]):
 
     @property
     def starting_count(self) -> int:
-        """Return the number of planned starts that have neither succeeded nor failed yet."""
+        """Return the number of planned starts that have not yet succeeded or failed."""
         return sum(kind.starting for kind in self._kinds.values())
 
     def take(self, key: bytes, image: str, now_s: float) -> T | None:
-        """Note that one is wanted, and take the one that has waited longest; None if there is none."""
+        """Note the demand for one sandbox, and take the longest waiting one, or None."""
         if self.limits.max_warm == 0:
             return None
         if (kind := self._kinds.get(key)) is None:
@@ -145,7 +143,7 @@ class WarmPool(Generic[T]):
         return self.take_another(key)
 
     def take_another(self, key: bytes) -> T | None:
-        """Take one in place of one that turned out to be dead: the demand is the same. See `take`."""
+        """Take one instead of a dead one, without counting new demand. See `take`."""
         kind = self._kinds.get(key)
         if kind is None or not kind.idle:
             return None
@@ -153,7 +151,7 @@ class WarmPool(Generic[T]):
         return kind.idle.popleft().sandbox
 
     def measured(self, key: bytes, start_s: float) -> None:
-        """Count the duration of a start that the pool did not plan. Nothing happens for an unknown kind."""
+        """Count the duration of a start that the pool did not plan. An unknown kind is ignored."""
         if (kind := self._kinds.get(key)) is not None:
             kind.note_start(start_s)
 
@@ -171,7 +169,7 @@ class WarmPool(Generic[T]):
         kind.note_failure(now_s)
 
     def died(self, key: bytes, sandbox: T, now_s: float) -> bool:
-        """Take this one out of stock, if it is there; as after a failed start, no other of its kind for a while."""
+        """Remove a sandbox from stock if it is there; as after a failed start, its kind pauses for a while."""
         kind = self._kinds.get(key)
         dead = next((idle for idle in kind.idle if idle.sandbox is sandbox), None) if kind is not None else None
         if kind is None or dead is None:
@@ -183,8 +181,8 @@ class WarmPool(Generic[T]):
     def plan(self, now_s: float) -> Plan[T]:
         """Return the starts and ends by which stock follows demand within the limits.
 
-        Too old ones end. Where the limits leave no room for a kind that is short, the oldest of a kind that has more
-        than it needs make room. The largest shortage comes first.
+        Old sandboxes end. If the limits leave no room for a kind that is short, the oldest of a kind with a surplus
+        make room. The largest shortage comes first.
         """
         end = [idle.sandbox for kind in self._kinds.values() for idle in self._pop_expired(kind, now_s)]
         start: list[bytes] = []
@@ -197,9 +195,9 @@ class WarmPool(Generic[T]):
         return Plan(start, end)
 
     def next_change_s(self, now_s: float) -> float:
-        """Return when the plan changes although nothing happens, at most `max_idle_s` away.
+        """Return when the plan changes without any event, at most `max_idle_s` away.
 
-        Something gets too old then, or may be tried again.
+        A sandbox becomes too old then, or a start may be retried.
         """
         max_idle_s = self.limits.max_idle_s
         times = [now_s + max_idle_s]
@@ -220,7 +218,7 @@ class WarmPool(Generic[T]):
         return kind.target(now_s, self.limits.max_idle_s) - kind.stock
 
     def _shortest(self, now_s: float) -> tuple[bytes, _Kind[T]] | None:
-        """The kind that lacks most, of those that may be started and could be given room."""
+        """Return the kind with the largest shortage among kinds that may be started and could get room."""
         short = [
             (key, kind)
             for key, kind in self._kinds.items()
@@ -236,7 +234,7 @@ class WarmPool(Generic[T]):
         return of_image < self.limits.max_warm_per_image and total < self.limits.max_warm
 
     def _giver(self, wanting: _Kind[T], now_s: float) -> _Kind[T] | None:
-        """The kind whose oldest one can make room for `wanting`; None if there is none."""
+        """Return the kind whose oldest one can make room for `wanting`, or None."""
         of_image = sum(kind.stock for kind in self._kinds.values() if kind.image == wanting.image)
         same_image_only = of_image >= self.limits.max_warm_per_image
         givers = [

@@ -1,1 +1,1 @@
-"""Search for agents: backends behind one interface, and the service that bounds, retries and judges their failures."""
+"""Search for agents: backends with one interface, and a service that bounds, retries and classifies their failures."""

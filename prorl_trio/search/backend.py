@@ -1,4 +1,4 @@
-"""The interface of a search backend, and the documents that it finds."""
+"""The interface of a search backend, and its documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prorl_trio.types.errors import ProrlError
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """A document that was found. `score` is the backend's own measure: higher is better, and nothing else is said."""
+    """A document in a search result. `score` is the backend's own measure; higher is better."""
 
     document_id: str
     text: str
@@ -21,7 +21,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchFailed(ProrlError):
-    """A backend did not answer. `retryable`: the same call may succeed later, not before `retry_after_s`."""
+    """A backend did not answer. If `retryable`, the same call may succeed later, but not before `retry_after_s`."""
 
     def __init__(self, message: str, *, retryable: bool, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -30,32 +30,32 @@ class SearchFailed(ProrlError):
 
 
 class SearchBackend(abc.ABC):
-    """A source of answers to searches, of any number of tasks at once.
+    """A source of search results for any number of concurrent tasks.
 
-    `prorl_trio.testing.search_contract` is its suite.
+    Every backend passes the test suite `prorl_trio.testing.search_contract`.
     """
 
     name: ClassVar[str]
     max_query_chars: ClassVar[int]
-    """Length of the longest query that it takes."""
+    """Maximal length of a query."""
 
     @abc.abstractmethod
     async def search(self, query: str, *, max_results: int, timeout_s: float) -> list[Document]:
-        """Return what was found, best first, at most `max_results` documents; none is an answer, too.
+        """Return the best `max_results` documents or fewer, best first. An empty list is a valid answer.
 
         Args:
             query: valid Unicode without control characters, of 1 to `max_query_chars` characters.
             max_results: at least 1.
-            timeout_s: of this attempt. A cancel leaves nothing behind that goes on for longer.
+            timeout_s: time-out of this attempt. No work continues after a cancel.
 
         Raises:
-            SearchFailed: there is no answer. Nothing else.
+            SearchFailed: the backend did not answer. No other exception is raised.
         """
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Give back what it holds. Searches in flight fail. Idempotent."""
+        """Release all resources. Searches in flight fail. Idempotent."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return figures for those who watch the node. Default: none."""
+        """Return figures for monitoring the node. The default is empty."""
         return {}

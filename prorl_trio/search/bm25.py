@@ -1,4 +1,4 @@
-"""BM25 over the operator's corpus, in the node's process: the index is mapped, the texts stay in the corpus' file."""
+"""BM25 over the operator's corpus, in the node's process. The index is memory-mapped; the texts stay in their file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CHUNK_BYTES: Final = 4 * 1024 * 1024
 
 
 class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about an index. `corpus_bytes` is the size of the corpus that it is of."""
+    """The facts about an index. `corpus_bytes` is the size of its corpus."""
 
     documents: int
     words: int
@@ -49,7 +49,7 @@ class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The folder of the index and its facts, or why there is none. `made`: now, not by an earlier call."""
+    """The folder of the index and its facts, or the reason why it is missing. `made`: this call created the index."""
 
     folder: str = ""
     facts: IndexFacts | None = None
@@ -58,10 +58,11 @@ class IndexReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_index(corpus: Path, folder: Path, max_line_bytes: int) -> IndexReply:
-    """Return the index of `corpus` below `folder`, and make it if it is not there.
+    """Return the index of `corpus` below `folder`; create the index if it does not exist.
 
-    Its name is a key of the corpus' content, of bm25s' version and of our own formats. It is whole or absent: made
-    beside its place and renamed, so that processes may make the same one at once. Blocks for as long as it takes.
+    Its name is a hash of the corpus' content, the version of bm25s and our own formats. The index is complete or
+    absent: it is created elsewhere and renamed, so processes may create the same index concurrently. Blocks until it is
+    done.
 
     Raises:
         ConfigError: the corpus cannot be used, bm25s is not installed, or the folder cannot be written.
@@ -87,7 +88,7 @@ def _put_in_place(beside: Path, target: Path) -> None:
     try:
         beside.rename(target)
     except OSError:
-        if not (target / FACTS).exists():  # else another process was faster
+        if not (target / FACTS).exists():  # otherwise another process was faster
             raise
 
 
@@ -100,7 +101,7 @@ def _key(corpus: Path) -> str:
 
 
 def _write(corpus: Path, folder: Path, max_line_bytes: int) -> IndexFacts:
-    import bm25s  # here, since the package is an extra
+    import bm25s  # imported late, because the package is an extra
 
     started_s = time.monotonic()
     size = corpus.stat().st_size
@@ -109,7 +110,7 @@ def _write(corpus: Path, folder: Path, max_line_bytes: int) -> IndexFacts:
     places: list[tuple[int, int]] = []
     for line in read_corpus(corpus, max_line_bytes):
         text = words_of(f"{line.document.title} {line.document.text}")
-        # `setdefault` gives equal words one number object: a word of the corpus takes 8 bytes
+        # `setdefault` gives equal words the same number object, so a word of the corpus takes 8 bytes
         ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in text])
         places.append((line.offset, line.size))
     if not vocabulary:
@@ -132,10 +133,10 @@ def _write(corpus: Path, folder: Path, max_line_bytes: int) -> IndexFacts:
 
 
 def main() -> None:
-    """Answer with an `IndexReply` on standard output."""
+    """Write an `IndexReply` to standard output."""
     corpus, folder, max_line_bytes = sys.argv[1:]
     stdout = os.dup(1)
-    os.dup2(2, 1)  # what others print
+    os.dup2(2, 1)  # so that output of libraries does not mix with the reply
     try:
         reply = make_index(Path(corpus), Path(folder), int(max_line_bytes))
     except ConfigError as exc:
@@ -153,14 +154,14 @@ if __name__ == "__main__":
 logger = logging.getLogger(__name__)
 
 MAX_THREADS: Final = 4
-"""Searches that compute at once: each takes 8 bytes of memory a document of the corpus."""
+"""Number of concurrent searches. Each needs 8 bytes of memory per document of the corpus."""
 
 
 class Bm25Backend(SearchBackend):
-    """An index and its corpus. Use `open_bm25`.
+    """A backend with an index and its corpus. Create it with `open_bm25`.
 
-    A search computes in a thread, for about a millisecond per million words of the corpus that match; it is not cut by
-    its time-out, and a cancel waits for it.
+    A search computes in a thread, for about a millisecond per million words of the corpus that match. Its time-out does
+    not interrupt it, and a cancel waits for it.
     """
 
     name = "bm25"
@@ -177,7 +178,7 @@ class Bm25Backend(SearchBackend):
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
 
     async def search(self, query: str, *, max_results: int, timeout_s: float) -> list[Document]:
-        """See `SearchBackend.search`; documents without a word of the query are not found."""
+        """See `SearchBackend.search`. Documents without a word of the query are not returned."""
         del timeout_s
         return await run_sync(self._search, words_of(query), max_results, limiter=self._limiter)
 
@@ -216,7 +217,7 @@ class Bm25Backend(SearchBackend):
 
 
 def _best(scores: NDArray[np.float32], count: int) -> list[int]:
-    """The places of the highest scores above 0, best first; of equal ones the earlier document."""
+    """Return the indices of the highest scores above 0, best first. Of equal scores, the earlier document wins."""
     count = min(count, len(scores))
     if count < len(scores):
         least = np.partition(scores, len(scores) - count)[len(scores) - count]
@@ -232,12 +233,12 @@ def _identity(file: int) -> tuple[int, int]:
 
 
 async def open_bm25(config: SearchConfig, index_dir: Path) -> Bm25Backend:
-    """Have the index of `config.corpus` made, in a process of its own, or find it; map it, and open the corpus.
+    """Find the index of `config.corpus`, or create it in a separate process; map it and open the corpus.
 
-    A cancel ends the process.
+    A cancel kills the process.
 
     Raises:
-        ConfigError: the corpus cannot be used (its lines are named), or the package bm25s is missing.
+        ConfigError: the corpus cannot be used (the message names its bad lines), or the package bm25s is missing.
     """
     corpus = Path(config.corpus)
     command = [sys.executable, "-m", "prorl_trio.search.bm25", str(corpus), str(index_dir), str(config.max_line_bytes)]
@@ -261,7 +262,7 @@ def _open(corpus: Path, code: int, answer: bytes, log: bytes) -> Bm25Backend:
         ) from None
     if reply.facts is None:
         raise ConfigError(reply.error)
-    import bm25s  # here, since the package is an extra
+    import bm25s  # imported late, because the package is an extra
 
     facts, folder = reply.facts, Path(reply.folder)
     try:

@@ -1,4 +1,4 @@
-"""The operator's corpus: a JSONL file of documents, read line by line, with every mistake named by its line."""
+"""The operator's corpus: a JSONL file of documents, read line by line. Errors name their lines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_BAD_LINES: Final = 5
-"""Limit of the bad lines that an error names; reading ends there."""
+"""Maximal number of bad lines that an error names; reading stops there."""
 _FORMAT: Final = '{"id": "...", "title": "...", "text": "..."}'
 
 
 class _Row(msgspec.Struct):
-    """A line. Other fields are the operator's own, and not read."""
+    """A line. Additional fields belong to the operator and are ignored."""
 
     id: str | int | None = None
     title: str = ""
@@ -31,7 +31,7 @@ class _Row(msgspec.Struct):
 
 
 class Line(NamedTuple):
-    """A document and its place: the number of its line, from 1, and the offset and size of that line in bytes."""
+    """A document and its location: the number of its line, from 1, and the offset and size of that line in bytes."""
 
     document: Document
     number: int
@@ -43,8 +43,8 @@ def read_corpus(path: Path, max_line_bytes: int) -> Iterator[Line]:
     """Yield the documents of a corpus, in order. Blocks on the disk.
 
     Raises:
-        ConfigError: the file cannot be read, or has no document, a line that is none, or an id twice; each of the first
-            `MAX_BAD_LINES` such lines is named, and what to do.
+        ConfigError: the file is unreadable or empty, a line is not a document, or an id occurs twice. The message names
+            the first `MAX_BAD_LINES` such lines, and the remedy.
     """
     numbers: dict[str, int] = {}
     bad: list[str] = []
@@ -72,17 +72,17 @@ def read_corpus(path: Path, max_line_bytes: int) -> Iterator[Line]:
 
 
 def read_line(line: bytes, number: int) -> Document:
-    """Return the document of a line; one without an id has the number of its line as its id.
+    """Return the document of a line. If it lacks an id, the line number becomes its id.
 
     Raises:
-        ValueError: it is none; says why.
+        ValueError: the line is not a document; the message gives the reason.
     """
     try:
         row = msgspec.json.decode(line, type=_Row)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ValueError(f"no document: {exc}") from exc
     title, text = row.title, row.text
-    if text is None and row.contents is not None:  # as Search-R1 has it: the title in quotes on a line of its own
+    if text is None and row.contents is not None:  # Search-R1's form: the title in quotes on its own line
         first, newline, rest = row.contents.partition("\n")
         quoted = newline and not title and len(first) > 1 and first[0] == first[-1] == '"'
         title, text = (first[1:-1], rest) if quoted else (title, row.contents)
@@ -95,7 +95,7 @@ def read_line(line: bytes, number: int) -> Document:
 
 
 def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of each line that is not blank."""
+    """Yield the number, offset and bytes of each line that is not blank."""
     offset, number = 0, 0
     with os.fdopen(open_regular(path), "rb") as file:
         while line := file.readline(max_line_bytes + 1):

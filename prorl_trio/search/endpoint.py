@@ -1,4 +1,4 @@
-"""An HTTP endpoint that takes a query as JSON: what a Search-R1 server and Tavily have in common."""
+"""An HTTP endpoint that accepts a query as JSON: the common part of Search-R1 servers and Tavily."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_SHOWN_CHARS: Final = 300
 
 
 class EndpointBackend(SearchBackend):
-    """A backend behind one URL. The key travels in the header `Authorization`, and is in no message of ours.
+    """A backend behind one URL. The key is sent in the header `Authorization` and appears in no message of ours.
 
     Args:
         url: of the endpoint, `http` or `https`, with its path.
@@ -33,7 +33,7 @@ class EndpointBackend(SearchBackend):
         config: its limits.
 
     Raises:
-        ConfigError: `url` is none.
+        ConfigError: `url` is not a valid URL.
     """
 
     def __init__(self, url: str, key: str, config: SearchConfig) -> None:
@@ -59,7 +59,6 @@ class EndpointBackend(SearchBackend):
         return f"<{type(self).__name__} {self._client.origin}{self._path}>"
 
     async def search(self, query: str, *, max_results: int, timeout_s: float) -> list[Document]:
-        """See `SearchBackend.search`."""
         headers = [("Content-Type", "application/json"), ("Accept", "application/json")]
         if self._key:
             headers.append(("Authorization", f"Bearer {self._key}"))
@@ -81,7 +80,7 @@ class EndpointBackend(SearchBackend):
         await trio.lowlevel.checkpoint()
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the connections do."""
+        """Return the statistics of the connections."""
         return msgspec.structs.asdict(self._client.statistics())
 
     @abc.abstractmethod
@@ -94,7 +93,7 @@ class EndpointBackend(SearchBackend):
 
     def _refused(self, response: Response) -> SearchFailed:
         said = response.body.decode(errors="replace")
-        if self._key:  # some servers quote it
+        if self._key:  # some servers quote the key
             said = said.replace(self._key, "[the key]")
         said = " ".join(said[:MAX_SHOWN_CHARS].split())
         advice = "; see search.api_key_file" if response.status in (401, 403) else ""

@@ -28,7 +28,7 @@ class _Answer(msgspec.Struct):
 
 
 class RetrieveBackend(EndpointBackend):
-    """`POST {"queries": [...], "topk": N, "return_scores": true}`, answered by a list of documents for each query."""
+    """`POST {"queries": [...], "topk": N, "return_scores": true}`, answered with a list of documents for each query."""
 
     name = "retrieve"
     max_query_chars: ClassVar[int] = 100_000

@@ -1,4 +1,4 @@
-"""A node's search: bounded, retried, and judged: a backend that fails is told from a query that it fails at."""
+"""A node's search: bounded and retried. It distinguishes a failing backend from a query that makes it fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Answer(msgspec.Struct):
 
 
 class TavilyBackend(EndpointBackend):
-    """`POST /search` of Tavily, with its key as a bearer token: pages of the web, each with an excerpt."""
+    """`POST /search` of Tavily, with its key as a bearer token. It returns web pages, each with an excerpt."""
 
     name = "tavily"
     max_query_chars: ClassVar[int] = 400
@@ -57,11 +57,11 @@ class TavilyBackend(EndpointBackend):
 
 
 class QueryRefused(Exception):
-    """The query is at fault: the policy is told, and goes on."""
+    """The query is at fault: the policy gets an error and continues."""
 
 
 class Search:
-    """The service that the tool `search` asks. Any number of tasks may ask at once; use `open_search`."""
+    """The service behind the tool `search`. Any number of tasks may use it at once; create it with `open_search`."""
 
     def __init__(self, backend: SearchBackend, config: SearchConfig, *, retry: RetryPolicy | None = None) -> None:
         self.backend = backend
@@ -75,7 +75,7 @@ class Search:
         self._unavailable_total = 0
 
     def statistics(self) -> dict[str, Any]:
-        """Return what was asked since the start, and what the backend says of itself."""
+        """Return counters since the start, and the backend's own statistics."""
         return {
             "backend": self.backend.name,
             "searches_total": self._searches_total,
@@ -87,10 +87,10 @@ class Search:
         }
 
     def check(self, query: str) -> str:
-        """Return a policy's query as it is asked: control characters and lone surrogates are spaces.
+        """Return a policy's query with control characters and lone surrogates replaced by spaces.
 
         Raises:
-            QueryRefused: it is empty or too long; says the limit.
+            QueryRefused: the query is empty or too long; the message contains the limit.
         """
         limit = min(self.config.max_query_chars, self.backend.max_query_chars)
         if len(query) > limit:
@@ -101,14 +101,14 @@ class Search:
         return plain
 
     async def find(self, query: str, *, max_results: int) -> list[Document]:
-        """Return the documents that a policy's query finds, best first, at most `search.max_results`.
+        """Return the documents for a policy's query, best first, at most `search.max_results`.
 
-        Failures that may pass are retried within `search.search_timeout_s`. Where there is still no answer, another
-        query (`search.probe_query`) tells whose doing that is, and the first one has a last attempt.
+        Transient failures are retried within `search.search_timeout_s`. If there is still no answer, another query
+        (`search.probe_query`) determines whether the backend is at fault. The first query then gets one last attempt.
 
         Raises:
-            QueryRefused: see `check`; or the backend answers the other query, and not this one.
-            SearchUnavailable: it answers neither.
+            QueryRefused: see `check`; or the backend answers the other query, but not this one.
+            SearchUnavailable: the backend answers neither query.
         """
         query = self.check(query)
         max_results = min(max_results, self.config.max_results)
@@ -163,7 +163,7 @@ def _is_text(character: str) -> bool:
 
 
 async def _open_backend(config: SearchConfig, index_dir: Path) -> SearchBackend:
-    # Imported where they are needed: BM25 and TLS are not every node's.
+    # Imported on demand, because not every node needs BM25 and TLS.
     if config.backend == "bm25":
         from prorl_trio.search.bm25 import open_bm25
 
@@ -180,12 +180,12 @@ async def _open_backend(config: SearchConfig, index_dir: Path) -> SearchBackend:
 
 @asynccontextmanager
 async def open_search(config: SearchConfig, index_dir: Path) -> AsyncIterator[Search | None]:
-    """Open the configured backend for the block; yield None where there is none.
+    """Open the configured backend for the block; yield None if no backend is configured.
 
-    `index_dir` is the folder of indexes where `config` names none. An endpoint is not asked yet.
+    `index_dir` is the default folder for indexes. An endpoint is not contacted yet.
 
     Raises:
-        ConfigError: the corpus, the URL or the key cannot be used; says what to do.
+        ConfigError: the corpus, the URL or the key cannot be used; the message contains the remedy.
     """
     if config.backend == "none":
         await trio.lowlevel.checkpoint()
@@ -195,5 +195,5 @@ async def open_search(config: SearchConfig, index_dir: Path) -> AsyncIterator[Se
     try:
         yield Search(backend, config)
     finally:
-        with trio.CancelScope(shield=True):  # it waits for nothing
+        with trio.CancelScope(shield=True):  # this does not block
             await backend.aclose()

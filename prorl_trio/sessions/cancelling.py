@@ -26,7 +26,7 @@ CANCELS_AT_ONCE: Final = 64
 
 
 class CancelledIds(NamedTuple):
-    """The result of a cancel, as `prorl_ipc.session.Cancelled` says."""
+    """The result of a cancel, as in `prorl_ipc.session.Cancelled`."""
 
     cancelled: list[str]
     ended: list[str]
@@ -36,10 +36,10 @@ class CancelledIds(NamedTuple):
 async def cancel(
     node: NodeApi, sessions: Sequence[Session], targets: Sequence[CancelTarget], reason: str
 ) -> CancelledIds:
-    """Cancel the jobs of these sessions that any target means; return when nothing of them runs any more. A checkpoint.
+    """Cancel the jobs of these sessions that match any target; return when none of these jobs runs. A checkpoint.
 
-    Jobs that end by themselves meanwhile are no error. Jobs whose cancel has begun end even if this call is cancelled.
-    Ids that are to be cancelled ahead are remembered by the first session.
+    Jobs may end by themselves in that time; this is not an error. Jobs whose cancel has begun end even if this call is
+    cancelled. The first session remembers ids that are cancelled ahead of their submit.
     """
     found, live = CancelledIds([], [], []), dict[str, Job]()
     for target in targets:
@@ -85,6 +85,6 @@ async def _cancel_each(node: NodeApi, jobs: Iterator[Job], reason: str) -> None:
         try:
             await node.cancel(job.job_id, reason)
         except UnknownJob:
-            # It ended by itself while it waited for its turn here: nothing of it is left.
+            # It ended by itself while it waited for its turn here.
             logger.debug("job %s ended before its cancel", job.job_id)
             await trio.lowlevel.checkpoint()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 FRAME_OVERHEAD_BYTES: Final = 2048
-"""Upper bound of what a frame adds to its outcome (ids of jobs and sessions have at most 200 characters)."""
+"""Upper bound of the bytes that a frame adds to its outcome (ids of jobs and sessions have at most 200 characters)."""
 UNKNOWN: Final = "(unreadable)"
 
 _NO_WIRE_FORM = (TypeError, ValueError, OverflowError, RecursionError)
@@ -40,7 +40,7 @@ _canonical = msgspec.msgpack.Encoder(order="sorted")
 
 # Outcomes whose tokens are pinned in the node's shared-memory arena, for trainers on this host that map it.
 #
-# The sessions' logs have every outcome whole: one that is not here is sent as a full frame.
+# The sessions' logs hold every outcome whole: an outcome that is not here is sent as a full frame.
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -56,8 +56,7 @@ class _Shared:
 class SharedOutcomes:
     """Outcomes whose tokens are pinned in the arena, from their delivery until they are acknowledged or dropped.
 
-    To be used in the node's loop alone. Holds at most `max_bytes`, so that live trajectories have the rest of the
-    arena.
+    Use it only in the node's loop. It holds at most `max_bytes`, so that live trajectories get the rest of the arena.
     """
 
     def __init__(self, arena: Arena, max_bytes: int) -> None:
@@ -73,7 +72,6 @@ class SharedOutcomes:
         return len(self._shared)
 
     def has_reader(self, reader_id: str) -> bool:
-        """Return whether this reader has the arena mapped."""
         return self._arena.has_reader(reader_id)
 
     def has(self, session_id: str, job_id: str) -> bool:
@@ -92,13 +90,14 @@ class SharedOutcomes:
             self._no_room_total += 1
 
     def add_copy(self, session_id: str, outcome: EncodedOutcome) -> None:
-        """Copy the tokens of an outcome that came from another process into the arena, and pin them.
+        """Copy the tokens of an outcome from another process into the arena, and pin them.
 
-        Do nothing if it cannot be read, or they do not fit: what no present reader was sent is dropped for them first.
+        Outcomes that were sent to no current reader are dropped first to make room. Do nothing if the outcome cannot be
+        decoded, or its tokens do not fit.
         """
         try:
             whole = outcome.decode()
-        except UNDECODABLE:  # it is sent as it is
+        except UNDECODABLE:  # it is sent unchanged
             return
         if self._pin_copy(session_id, whole):
             return
@@ -123,7 +122,7 @@ class SharedOutcomes:
         """Pin tokens that are in the arena; return False if they would be too many, or the frame cannot be made."""
         try:
             frame = split_outcome(0, outcome, refs)
-        except RecursionError:  # of what nests as deeply as it can, the whole could just be encoded
+        except RecursionError:  # the nesting of the outcome alone was just within the limit
             return False
         size_bytes = memoryview(frame.outcome).nbytes + sum(ref.capacity for ref in refs) * TOKEN_BYTES
         if self._size_bytes + size_bytes > self._max_bytes:
@@ -151,7 +150,7 @@ class SharedOutcomes:
         return _encode(msgspec.structs.replace(shared.frame, cursor=cursor))
 
     def adopt(self, session_id: str, reader_id: str) -> None:
-        """Pin what the session was sent before for its new reader, when its trainer has mapped the arena again."""
+        """Pin the outcomes that the session was sent earlier for its new reader, once it has mapped the arena."""
         for (session, _), shared in self._shared.items():
             if session == session_id and shared.readers:
                 shared.readers.add(reader_id)
@@ -169,12 +168,11 @@ class SharedOutcomes:
                 self._arena.unpin(ref, holder)
 
     def remove_session(self, session_id: str) -> None:
-        """Drop all outcomes of a session. Idempotent."""
         for session, job_id in [key for key in self._shared if key[0] == session_id]:
             self.remove(session, job_id)
 
     def make_room(self) -> None:
-        """Drop every outcome that was not sent to a present reader. Called when the arena is full."""
+        """Drop every outcome that was not sent to a current reader. Called when the arena is full."""
         for (session_id, job_id), shared in list(self._shared.items()):
             if not any(map(self._arena.has_reader, shared.readers)):
                 self.remove(session_id, job_id)
@@ -199,16 +197,16 @@ def _holder(session_id: str) -> str:
 
 
 def fingerprint_of(spec: JobSpec) -> bytes:
-    """Return a hash of a spec, to tell it from another spec with the same id.
+    """Return a hash of a spec, to distinguish it from another spec with the same id.
 
     Raises:
         MalformedJob: it has a value that msgpack cannot encode.
     """
     try:
         canonical = _canonical.encode(spec)
-    except TypeError:  # A mapping whose keys are not strings cannot be sorted: its order counts.
+    except TypeError:  # A mapping with keys that are not strings cannot be sorted, so its order counts.
         canonical = msgspec.msgpack.encode(spec)
-    except (OverflowError, UnicodeEncodeError) as exc:  # JSON has numbers and strings that the wire has not.
+    except (OverflowError, UnicodeEncodeError) as exc:  # JSON allows numbers and strings that the wire does not.
         raise MalformedJob(f"job {spec.job_id!r} has a value without a wire form: {exc}", "$") from None
     return hashlib.blake2b(canonical, digest_size=16).digest()
 
@@ -223,9 +221,9 @@ class Encoded(NamedTuple):
 def encode_outcome(outcome: Outcome, max_message_bytes: int) -> Encoded:
     """Encode an outcome so that its frame fits into a message. Never raises.
 
-    An outcome that cannot be encoded (a handler's own object in `details`, a number beyond 64 bits) or is too large
-    loses its details, then its trajectory, then its tags and instance and group ids, until it can; if it was completed,
-    it becomes a failure. `error` says what was left out. So every job has exactly one outcome.
+    An outcome may be too large, or contain values that cannot be encoded, such as a handler's own object in `details`.
+    It then loses its details, next its trajectory, then its tags and instance and group ids, until it fits. If it was
+    completed, it becomes a failure. `error` lists the omissions. So every job has exactly one outcome.
     """
     limit_bytes = max_message_bytes - FRAME_OVERHEAD_BYTES
     attempt = outcome
@@ -250,7 +248,7 @@ def encode_outcome(outcome: Outcome, max_message_bytes: int) -> Encoded:
 def fit_outcome(outcome: EncodedOutcome, max_message_bytes: int) -> EncodedOutcome:
     """Return an outcome that was encoded elsewhere so that its frame fits into a message. See `encode_outcome`.
 
-    One that is too large, and cannot be read to be made smaller, is lost: its node may be of another version.
+    An outcome that is too large and cannot be decoded is lost: its node may have another version.
     """
     if len(outcome.data) <= max_message_bytes - FRAME_OVERHEAD_BYTES:
         return outcome
@@ -263,7 +261,7 @@ def fit_outcome(outcome: EncodedOutcome, max_message_bytes: int) -> EncodedOutco
 
 
 def failed_outcome(spec: JobSpec, cause: FailureCause, error: str, attempt: int) -> Outcome:
-    """Return a failed outcome, without reward and trajectory, for a job that did not run to an end."""
+    """Return a failed outcome, without reward and trajectory, for a job that did not complete."""
     return Outcome(
         job_id=spec.job_id,
         instance_id=spec.instance.instance_id,
@@ -282,10 +280,10 @@ def failed_outcome(spec: JobSpec, cause: FailureCause, error: str, attempt: int)
 
 
 def lost_outcome(job_id: str, why: str, attempt: int) -> Outcome:
-    """Return a failed outcome that replaces a stored one which cannot be read any more."""
+    """Return a failed outcome that replaces a stored outcome which can no longer be read."""
     return failed_outcome(unreadable_spec(job_id), "node", f"its outcome is lost: {why}", attempt)
 
 
 def unreadable_spec(job_id: str) -> JobSpec:
-    """Return a placeholder for a stored spec that cannot be read: all but the id is unknown."""
+    """Return a placeholder for a stored spec that cannot be read; only its id is known."""
     return JobSpec(job_id=job_id, instance=TaskInstance(instance_id=UNKNOWN, handler=UNKNOWN, payload={}))

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 MAX_UNACKED_OUTCOMES: Final = 256
 MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024
-"""Send window: a connection sends at most these ahead of the acknowledgements, but always at least one outcome.
+"""Send window: how far a connection sends ahead of the acknowledgements, but always at least one outcome.
 
-The trainer has to buffer that much.
+The trainer has to buffer this many bytes.
 """
 READ_AHEAD_OUTCOMES: Final = 32
 READ_AHEAD_BYTES: Final = 8 * 1024 * 1024
-"""Limit of what a connection has read from the disk ahead of sending. The very next outcome may exceed it."""
+"""Limit of the data that a connection has read from the disk ahead of sending. The very next outcome may exceed it."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -37,17 +37,17 @@ class Listener(Protocol):
     """The trainer's id as a reader of the node's arena; empty if it has not mapped the arena."""
 
     def wake(self) -> None:
-        """Ask the feed again: there may be another frame to send."""
+        """Notify the connection that the feed may have another frame to send."""
 
     def event(self, event: JobEvent) -> None:
         """Send a job event, or drop it."""
 
     def replaced(self) -> None:
-        """End the connection: another one has attached to the session."""
+        """End the connection, because another one has attached to the session."""
 
 
 class References:
-    """The outcomes of a session that its connection can be sent by reference into the node's arena."""
+    """The outcomes of a session that its connection can send by reference into the node's arena."""
 
     def __init__(self, shared: SharedOutcomes, session_id: str, listener: Listener) -> None:
         self._shared = shared
@@ -67,7 +67,7 @@ class References:
 class Feed:
     """The outcomes that one connection sends: each once, in the order of cursors, within the send window.
 
-    Synchronous, but for `read_ahead`: the owner must run that in a task if outcomes may be on the disk only.
+    Synchronous, except for `read_ahead`: the owner must run that in a task if outcomes may be only on the disk.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Feed:
 
     @property
     def ahead_bytes(self) -> int:
-        """Return the size of outcomes that were read from the disk and not sent yet."""
+        """Return the size of outcomes that were read from the disk and not yet sent."""
         return self._ahead_bytes
 
     def next_frame(self) -> bytes | None:
         """Return the next encoded frame, and count it as sent.
 
-        Returns None if there is no outcome to send, the window is full, or the next outcome is still being read.
+        Returns None if no outcome is left to send, the window is full, or the next outcome is still being read.
         """
         log = self._log
         while self._sent < log.last and not log.job_id(self._sent + 1):
@@ -159,7 +159,7 @@ class Feed:
     def _has_window(self, size_bytes: int) -> bool:
         """Return whether an outcome of that size fits the window: nothing is in flight, or both limits hold with it.
 
-        Dropped outcomes do not count: nobody will acknowledge them.
+        Dropped outcomes do not count, because they are never acknowledged.
         """
         while self._in_flight and self._in_flight[0][0] <= self._log.acked:
             self._in_flight_bytes -= self._in_flight.popleft()[1]
@@ -174,7 +174,7 @@ class Feed:
             job_id = log.job_id(cursor)
             here = not job_id or cursor in self._ahead or log.in_memory(cursor)
             if not here and not (self._references is not None and self._references.has(job_id)):
-                is_next = cursor < min(self._ahead, default=cursor + 1)  # else what is here keeps it out for ever
+                is_next = cursor < min(self._ahead, default=cursor + 1)  # else read outcomes block it
                 has_room = self._ahead_bytes + log.outcome_bytes(cursor) <= READ_AHEAD_BYTES
                 return cursor if is_next or has_room else None
         return None

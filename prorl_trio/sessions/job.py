@@ -1,11 +1,10 @@
-"""The life of a job, pure: its states, the events that move it, and the work that each event leaves to its session.
+"""The life of a job, pure: its states, the events that change them, and the work that each event leaves to its session.
 
 promised -> stored -> queued -> init -> ready -> run -> ran -> eval -> ended -> offered -> acknowledged
 
-`Job.apply` is the one place that changes a state. No I/O, no clock: a session sends the events, and carries the effects
-out. An event that cannot come in a state is a bug (`InternalError`), with three exceptions that may come from a node
-which does nothing wrong: a second outcome, an outcome of an attempt that is over, and a report after the end. These
-change nothing.
+Only `Job.apply` changes a state. It uses neither I/O nor a clock: a session sends the events, and carries the effects
+out. An event that is impossible in a state is a bug (`InternalError`). Three exceptions may come from a correct node
+and change nothing: a second outcome, an outcome of an earlier attempt, and a report after the end.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """The node has accepted the job. It may have moved, or ended, before that was said."""
+    """The node has accepted the job. The job may already have moved or ended when this event arrives."""
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """The node reports a stage. `init` begins an attempt. Reports may be missing, and come late."""
+    """The node reports a stage. `init` begins an attempt. Reports may be missing or late."""
 
     status: Status
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The job's outcome has come.
+    """The job's outcome has arrived.
 
     Attributes:
-        outcome: it.
-        requeue: the node's end has cut the job, and the next start is to run it again.
-        elsewhere: another node has run the job, so the outcome's attempt may be over.
+        outcome: the outcome.
+        requeue: the node's end has cut the job, and the next start must run it again.
+        elsewhere: another node has run the job, so the outcome may belong to an earlier attempt.
     """
 
     outcome: EncodedOutcome
@@ -59,11 +58,11 @@ class OutcomeStored(msgspec.Struct, frozen=True):
 
 
 class OutcomeRefused(msgspec.Struct, frozen=True):
-    """The ledger does not take the outcome."""
+    """The ledger refused the outcome."""
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """The outcome and all before it are stored: it is sent from now on."""
+    """The outcome and all before it are stored, so it can be sent."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
@@ -71,11 +70,11 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """The outcome is dropped: it is too old, or somebody who may has asked for that."""
+    """The outcome is dropped because it is too old, or by an authorised request."""
 
 
 class Withdrawn(msgspec.Struct, frozen=True):
-    """The job is submitted elsewhere: if its cancel ends it, it has no outcome, and its id is free again."""
+    """The job is submitted elsewhere. If its cancel ends it here, it gets no outcome, and its id is free again."""
 
 
 Event = (
@@ -94,18 +93,18 @@ Event = (
 
 
 class Effects(msgspec.Struct, frozen=True, kw_only=True):
-    """The work that an event leaves to the session, in the order in which it is to be done.
+    """The work that an event leaves to the session, in the order of execution.
 
     Attributes:
-        answer: the submit has its answer: `Job.refused`, or acceptance.
-        begin_attempt: store that so many attempts have begun; 0: nothing.
+        answer: answer the submit, with `Job.refused` or acceptance.
+        begin_attempt: store this number of begun attempts; 0: nothing to store.
         store: the outcome to store.
-        drop: the session does not know the job any more.
-        delete: the ledger is to forget the job.
-        end: wake those who wait for the outcome.
-        tell: tell those who have sent the outcome whether they may forget it; None: not yet.
-        is_second: it was no event: the outcome is dropped.
-        requeue: the job is left to the next start.
+        drop: remove the job from the session.
+        delete: remove the job from the ledger.
+        end: wake the tasks that wait for the outcome.
+        tell: notify the senders of the outcome whether they may forget it; None: not yet.
+        is_second: the event is ignored, and its outcome dropped.
+        requeue: leave the job to the next start.
     """
 
     answer: bool = False
@@ -130,20 +129,20 @@ class Job(msgspec.Struct, eq=False):
 
     Attributes:
         job_id: its id.
-        fingerprint: a hash of its spec, to tell it from another job of the same id.
-        attempt: number of attempts that have begun, on this node or another, in this process or a former one.
+        fingerprint: a hash of its spec, to distinguish it from another job with the same id.
+        attempt: number of begun attempts, on this node or another, in this process or a former one.
         state: see `prorl_trio.types.models`.
-        spec: what was submitted. It is let go with the outcome, see `compact`.
-        submitted_s: when it was submitted.
-        offered_s: when its outcome was offered.
+        spec: the submitted spec. It is released with the outcome, see `compact`.
+        submitted_s: time of its submission.
+        offered_s: time at which its outcome was offered.
         refused: why it was not accepted.
         withdrawn: see `Withdrawn`.
-        result: its outcome, from `ended` on. It is let go with the spec.
+        result: its outcome, from `ended` on. It is released with the spec.
         is_stored: the ledger has the outcome.
-        answered: set when the submit has its answer.
-        ended: set when `outcome` is there. Who waits for it gets the outcome from here, even if it is acknowledged, or
-            dropped, at once.
-        senders: called when the outcome is stored, or refused by the ledger.
+        answered: set when the submit is answered.
+        ended: set when `outcome` is available. Waiting tasks read the outcome from this object, even if it is
+            acknowledged or dropped at once.
+        senders: called when the ledger has stored or refused the outcome.
     """
 
     job_id: str
@@ -162,9 +161,9 @@ class Job(msgspec.Struct, eq=False):
     senders: list[Callable[[bool], None]] = []
 
     def compact(self, now_s: float) -> Job:
-        """Return the offered job without its spec and its outcome's bytes, which are the log's to hold.
+        """Return the offered job without its spec and its outcome's bytes, which the log holds.
 
-        Who waits for the outcome has the old object.
+        Tasks that wait for the outcome have the old object.
         """
         return offered_job(self.job_id, self.fingerprint, self.attempt, now_s)
 
@@ -186,10 +185,10 @@ class Job(msgspec.Struct, eq=False):
         return self.result.decode() if self.result is not None and self.ended.is_set() else None
 
     def apply(self, event: Event) -> Effects:
-        """Move the job, and return what is to be done.
+        """Apply the event to the job, and return the resulting work.
 
         Raises:
-            InternalError: the event cannot come in this state.
+            InternalError: the event cannot occur in this state.
         """
         match event:
             case Moved(status):
@@ -198,7 +197,7 @@ class Job(msgspec.Struct, eq=False):
                 return self._end(event)
             case Stored():
                 self._step(event, ("promised",), "stored")
-                return Effects(begin_attempt=self.attempt)  # those on other nodes: the next start counts on from there
+                return Effects(begin_attempt=self.attempt)  # the next start counts on
             case Refused(why):
                 self._step(event, ("promised", "stored"), "refused")
                 self.refused = why
@@ -206,7 +205,7 @@ class Job(msgspec.Struct, eq=False):
             case Taken():
                 if self.state == "stored":
                     self.state = "queued"
-                elif self.state not in STAGES and self.result is None:  # else it ended while the node took it
+                elif self.state not in STAGES and self.result is None:  # else it ended while the node accepted it
                     raise self._illegal(event)
                 return Effects(answer=True)
             case OutcomeStored():
@@ -232,7 +231,7 @@ class Job(msgspec.Struct, eq=False):
                 return NOTHING
 
     def _move(self, event: Moved, status: Status) -> Effects:
-        if not self.awaits_outcome or status in TERMINAL:  # the outcome itself says how the job has ended
+        if not self.awaits_outcome or status in TERMINAL:  # the outcome itself contains the final status
             return NOTHING
         if self.state == "promised":
             raise self._illegal(event)
@@ -276,7 +275,7 @@ class Job(msgspec.Struct, eq=False):
 
 
 def offered_job(job_id: str, fingerprint: bytes, attempt: int, offered_s: float) -> Job:
-    """Return a job whose outcome is stored: all of it that a session needs until the acknowledgement."""
+    """Return a job whose outcome is stored, with everything that a session needs until the acknowledgement."""
     return Job(
         job_id, fingerprint, attempt, "offered", offered_s=offered_s, is_stored=True, answered=_PAST, ended=_PAST
     )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 30.0
-"""Time that pending writes get at the end of the node. Outcomes that miss it are lost: their jobs run again."""
+"""Time limit for pending writes at the end of the node. Later outcomes are lost, and their jobs run again."""
 FULL_RETRY_AFTER_S: Final = 5.0
 READ_RETRY_INTERVAL_S: Final = 1.0
 
@@ -45,7 +45,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Journal:
-    """Writes the sessions' jobs and outcomes to the ledger. Writes go on when the connection that caused them ends.
+    """Writes the sessions' jobs and outcomes to the ledger. Writes continue when the connection that caused them ends.
 
     Call it in the node's loop. Methods that are not `async` return at once. Pending operations are bounded by the
     number of batches being submitted, jobs without an outcome, and sessions.
@@ -65,48 +65,50 @@ class Journal:
         """Operations that the ledger has not finished."""
         self._acknowledging: set[OutcomeLog] = set()
         self._dropping = 0
-        """Operations among them that delete something."""
+        """The number of these operations that delete something."""
         self._stored = trio.lowlevel.ParkingLot()
         self._answered = trio.Event()
 
     @property
     def failed(self) -> str:
-        """Return why no outcome can be stored any more; empty if all is well."""
+        """Return why outcomes can no longer be stored; empty if they can."""
         return self._failed
 
     @property
     def ends_cut_jobs(self) -> bool:
-        """Return whether the jobs that the node's end cuts have ended, by that.
+        """Return whether jobs that are cut by the node's end have thereby ended.
 
-        They have if the node was asked to end, and does not leave them to its next start. Where it does, or an error
-        ends it, they have not: as after a kill, the next start runs them again.
+        They have if the node was asked to end, and does not leave them to its next start. Otherwise, or if an error
+        ends the node, the next start runs them again, as after a kill.
         """
         return self._ends_cut_jobs
 
     def end_cut_jobs(self) -> None:
-        """Have the jobs that are cut from now on end. See `ends_cut_jobs`."""
+        """Make jobs that are cut from now on end. See `ends_cut_jobs`."""
         self._ends_cut_jobs = True
 
     # ------------------------------------------------------------ jobs
 
     @property
     def promised(self) -> int:
-        """Return the number of jobs that have a place, are being stored, and are not accepted by the node yet."""
+        """Return the number of jobs that have a place, are being stored, and are not yet accepted by the node."""
         return self._promised
 
     def promise(self) -> None:
-        """Count one more job that is promised a place."""
         self._promised += 1
 
     def answered(self) -> None:
-        """Count one promised job less: the node has accepted it, or it was refused. Wakes `wait_answered` at zero."""
+        """Remove one promised job from the count, as the node has accepted or refused it.
+
+        Wakes `wait_answered` at zero.
+        """
         self._promised -= 1
         if not self._promised:
             self._answered.set()
             self._answered = trio.Event()
 
     async def wait_answered(self) -> None:
-        """Return when no job is being stored: each is accepted by the node, or refused."""
+        """Return when no job is being stored: each was accepted by the node, or refused."""
         await trio.lowlevel.checkpoint()
         while self._promised:
             await self._answered.wait()
@@ -118,9 +120,9 @@ class Journal:
 
         Raises:
             AdmissionRejected: the ledger is full or has failed.
-            ProtocolError: it cannot hold the id or the cursor.
+            ProtocolError: the ledger cannot store the id or the cursor.
         """
-        await self._wait_dropped()  # one of the same id may be on its way out
+        await self._wait_dropped()  # a session of the same id may still be in deletion
         try:
             await self.ledger.open_session(session_id, acked)
         except (LedgerFull, LedgerFailed) as exc:
@@ -129,7 +131,7 @@ class Journal:
             raise ProtocolError(f"session {session_id!r}: {exc}") from exc
 
     async def accept(self, session_id: str, jobs: Sequence[Job]) -> Mapping[str, ServiceError]:
-        """Store jobs of an open session in one commit. Return the errors of those that were not stored, by job id."""
+        """Store jobs of an open session in one commit. Return the errors of jobs that were not stored, by job id."""
         refused: dict[str, ServiceError] = {}
         failure: ServiceError
         try:
@@ -154,13 +156,13 @@ class Journal:
     async def _delivered(self, session_id: str, jobs: Sequence[Job]) -> dict[str, ServiceError]:
         """Return the errors of jobs that the session acknowledged recently, by job id.
 
-        So a repeated submit runs nothing twice. An id that another session acknowledged is free, and so is that of a
-        job that was forgotten.
+        Therefore a repeated submit never runs a job twice. An id that another session acknowledged is free, and so is
+        the id of a forgotten job.
         """
         job_ids = [job.job_id for job in jobs]
         known = await self.ledger.lookup(job_ids)
         if any(found.state != "acknowledged" for found in known.values()):
-            await self._wait_dropped()  # an id that is free here may not be free there yet
+            await self._wait_dropped()  # an id that is free here may still be in use there
             known = await self.ledger.lookup(job_ids)
         refused: dict[str, ServiceError] = {}
         for job in jobs:
@@ -180,7 +182,7 @@ class Journal:
     def begin_attempt(self, job_id: str, attempt: int, stored: Callable[[], None] = lambda: None) -> None:
         """Store that an attempt of the job has begun, so that the next start continues the count.
 
-        Then calls `stored`, also if the ledger has no job of that id (any more); never once the disk has failed.
+        Then calls `stored`, even if the ledger no longer has the job; never once the disk has failed.
         """
 
         def then(error: ProrlError | None) -> None:
@@ -198,8 +200,8 @@ class Journal:
         """Store a job's outcome, then call `stored` with True, or with False if the ledger refused it.
 
         Returns at once. With a ledger in memory `stored` is called before this returns, else in a later step of the
-        loop: on a full disk, when there is room again. It is never called once the disk has failed, or after `close`.
-        Outcomes are stored in the order of the calls, which must be the order of cursors.
+        loop. On a full disk it is called when there is room again. It is never called once the disk has failed, or
+        after `close`. Outcomes are stored in the order of the calls, which must be the order of cursors.
         """
 
         def then(error: ProrlError | None) -> None:
@@ -215,13 +217,15 @@ class Journal:
         self._post(Finish(session_id, job_id, attempt, cursor, [outcome]), then)
 
     async def read(self, job_id: str, cursor: int) -> bytes:
-        """Return a stored outcome, encoded. Retries while the machine lacks something (a thread, a descriptor, memory).
+        """Return a stored outcome, encoded.
+
+        Retries while the machine lacks a resource (a thread, a descriptor, memory).
 
         Safe to cancel.
 
         Raises:
-            UnknownJob: it is not stored (any more).
-            LedgerCorrupt: it cannot be read, or is not what was written.
+            UnknownJob: it is not stored, or no longer stored.
+            LedgerCorrupt: it is corrupt or cannot be read.
         """
         self.cache.misses_total += 1
         while True:
@@ -236,7 +240,7 @@ class Journal:
     def acknowledge(self, session_id: str, log: OutcomeLog) -> None:
         """Delete the session's acknowledged outcomes from the ledger.
 
-        Acknowledgements that come before this is done are written together.
+        Acknowledgements that arrive before this is done are written together.
         """
         if log in self._acknowledging:
             return
@@ -252,11 +256,9 @@ class Journal:
         self._drop(Acknowledge(session_id, cursor), then)
 
     def forget(self, session_id: str, job_id: str) -> None:
-        """Delete one job from the ledger."""
         self._drop(Forget(session_id, [job_id]), _note)
 
     def close_session(self, session_id: str) -> None:
-        """Delete a session with all it has from the ledger."""
         self._drop(CloseSession(session_id), _note)
 
     # ------------------------------------------------------------ operations
@@ -280,12 +282,10 @@ class Journal:
         self._post(operation, dropped)
 
     async def _wait_dropped(self) -> None:
-        """Return when no delete is pending."""
         while self._dropping:
             await self._stored.park()
 
     async def wait_stored(self) -> None:
-        """Return when no operation is pending."""
         await trio.lowlevel.checkpoint()
         while self._posted:
             await self._stored.park()
@@ -296,14 +296,14 @@ class Journal:
 
 
 def _note(error: ProrlError | None) -> None:
-    """Log an error that can be ignored: without this delete or count, the next start sees more than there is."""
+    """Log an error that can be ignored: without this delete or count, the next start finds more than there is."""
     if error is not None:
         logger.debug("not stored: %s", error)
 
 
 @asynccontextmanager
 async def open_journal(ledger: Ledger, hot_outcome_bytes: int = HOT_OUTCOME_BYTES) -> AsyncIterator[Journal]:
-    """Open a journal, and close it on leaving: pending writes are awaited up to `CLOSE_TIMEOUT_S`.
+    """Open a journal, and close it on exit: pending writes are awaited up to `CLOSE_TIMEOUT_S`.
 
     Open it before the node and close it after the node. `hot_outcome_bytes` is the size of the cache of stored
     outcomes.

@@ -10,7 +10,7 @@ from prorl_ipc.session import MAX_MESSAGE_BYTES
 from prorl_trio.types.errors import AdmissionRejected
 
 JOBS_PER_CHECKPOINT: Final = 50
-"""Jobs of a batch that are handled before other tasks get to run."""
+"""Number of a batch's jobs that are handled before other tasks run."""
 RETRY_AFTER_S: Final = 1.0
 
 
@@ -21,8 +21,7 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_sessions: sessions that are connected, and empty ones. A new session replaces the empty one that was idle
             longest, and is refused if all are connected. Sessions without a connection that have jobs or outcomes are
             kept and do not count.
-        max_undelivered: jobs of one session that are running, or finished and not acknowledged. At the limit it cannot
-            submit.
+        max_undelivered: running or unacknowledged jobs of one session. At the limit it cannot submit.
         max_undelivered_bytes: size of one session's unacknowledged outcomes. At the limit it cannot submit.
         max_message_bytes: size of one encoded outcome with its frame.
     """

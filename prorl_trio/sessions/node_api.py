@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Room(NamedTuple):
-    """Room of a node for jobs of one session: as `prorl_ipc.session.RoomReport` says."""
+    """Room of a node for jobs of one session, as in `prorl_ipc.session.RoomReport`."""
 
     room: int
     free: int
@@ -23,32 +23,32 @@ class Room(NamedTuple):
 
 
 class SessionSink(JobSink, Protocol):
-    """The session that gets a job's outcome: from a pipeline as an object, or as bytes from another node."""
+    """The session that receives a job's outcome: from a pipeline as an object, or from another node as bytes."""
 
     def begin_attempt(self, job_id: str, detail: str, stored: Callable[[], None]) -> None:
-        """Take the news that the job's next attempt begins on another node, as `report` takes that it entered `init`.
+        """Note that the job's next attempt begins on another node, as `report` notes that it entered `init`.
 
-        `stored` is called when that is stored, perhaps before this returns: a node that is given the job then has an
-        attempt whose number no other one gets.
+        `stored` is called when this is stored, perhaps before this returns. A node that is then given the job has an
+        attempt with a unique number.
         """
 
     def deliver_encoded(self, outcome: EncodedOutcome, stored: Callable[[bool], None]) -> None:
-        """Take the job's outcome as bytes; may be called more than once for a job.
+        """Accept the job's outcome as bytes; may be called more than once for a job.
 
-        `stored` is called once, perhaps before this returns. True: the outcome is stored here, or is not needed: the
-        job has another one, runs as a later attempt, or is not known (any more). So whoever sent it may forget it.
-        False: the ledger has refused it, and the job is dropped. It is not called, and the sender has to keep the
-        outcome, while the disk does not take it, and for a job that the node's end cuts and leaves to its next start.
+        `stored` is called once, perhaps before this returns. True means that the sender may forget the outcome. It is
+        then stored here, or not needed because the job has another outcome, runs as a later attempt, or is unknown.
+        False means that the ledger refused it, and the job is dropped. If the disk accepts no data, or the node's end
+        left the job to its next start, `stored` is not called and the sender must keep the outcome.
         """
 
 
 class NodeApi(Protocol):
-    """A node, as its network services see it."""
+    """A node, as seen by its network services."""
 
     node_id: str
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Carry out what a trainer or an operator asks of the pool of backends. See the request for its errors."""
+        """Carry out a request of a trainer or an operator to the pool of backends. See the request for its errors."""
         ...
 
     def check(self, spec: JobSpec, sink: SessionSink, ahead: int) -> None:
@@ -56,32 +56,33 @@ class NodeApi(Protocol):
 
         Args:
             spec: the job.
-            sink: the session that would get its outcome.
-            ahead: jobs that were promised a place and that the node does not have yet. They count as queued.
+            sink: the session that would receive its outcome.
+            ahead: jobs with a promised place that the node does not have yet. They count as queued.
 
         Raises:
             ServiceError: `AdmissionRejected`, `DuplicateJob`, `UnknownHandler`, `MalformedJob` or `Draining`.
         """
 
     def validate(self, spec: JobSpec) -> None:
-        """Check whether there is something about the job itself for which `check` refuses it, whatever room there is.
+        """Check whether `check` would refuse the job even with unlimited room.
 
         Raises:
-            ServiceError: `UnknownHandler`, `MalformedJob`, or `Draining` if no job of this kind is accepted any more.
+            ServiceError: `UnknownHandler`, `MalformedJob`, or `Draining` if jobs of this kind are no longer accepted.
         """
 
     def is_unexamined(self, spec: JobSpec) -> bool:
-        """Return whether `examine` has to be awaited before `check` knows all that speaks against a job."""
+        """Return whether `examine` must be awaited before `check` can find every problem of a job."""
         ...
 
     async def examine(self, specs: Sequence[JobSpec]) -> None:
-        """Find out what `check` cannot find out at once: whether the gold answers of these jobs can be graded.
+        """Determine what `check` cannot determine at once: whether the gold answers of these jobs can be graded.
 
-        `check` raises what was found. Bounded in time: what cannot be found out speaks against no job. Safe to cancel.
+        `check` raises the resulting errors. Bounded in time; a job whose check does not finish counts as good. Safe to
+        cancel.
         """
 
     def take(self, spec: JobSpec, sink: SessionSink, attempt: int) -> None:
-        """Accept a job that was promised a place, even if the node is full by now.
+        """Accept a job with a promised place, even if the node is full by now.
 
         Its attempts are counted from `attempt`. `sink.deliver` may be called before this returns.
 
@@ -96,16 +97,16 @@ class NodeApi(Protocol):
         ...
 
     async def cancel(self, job_id: str, reason: str) -> None:
-        """Cancel a job, and return when nothing of it runs any more. Its outcome is delivered as for any other end.
+        """Cancel a job, and return when it no longer runs. Its outcome is delivered as for any other end.
 
-        If this call is itself cancelled, the job ends all the same.
+        If this call is itself cancelled, the job still ends.
 
         Raises:
-            UnknownJob: no such job is live here.
+            UnknownJob: the job is not live here.
         """
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        """Cancel a job as `cancel` does, without waiting. Does nothing if no such job is live here."""
+        """Cancel a job as `cancel` does, without waiting. A job that is not live here is ignored."""
 
     def statistics(self) -> dict[str, object]:
         """Return the node's live state as values that msgpack can encode."""
@@ -119,17 +120,17 @@ class NodeApi(Protocol):
         ...
 
     def find_job(self, job_id: str) -> JobView | None:
-        """Return a live job as it is now; None if it is not live here."""
+        """Return the current view of a live job; None if it is not live here."""
         ...
 
     def unreadiness(self) -> str:
-        """Return why a job submitted now would not be worked on; empty if it would be."""
+        """Return why a job submitted now would not be processed; empty if it would."""
         ...
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """Return the text of one completion without the chat format's special tokens, and the tool calls in it.
 
-        `raw` of each call is the call as it stands in the text. Blocks while the tokenizer decodes.
+        `raw` of each call is the exact text of the call. Blocks while the tokenizer decodes.
 
         Args:
             token_ids: the completion.

@@ -1,6 +1,6 @@
-"""Observations: frames about other sessions' jobs for connections that asked for them.
+"""Observations: frames about other sessions' jobs for connections that requested them.
 
-Those that do not fit are lost.
+Frames that do not fit are lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Observation:
     """
 
     def __init__(self, session_id: str, group_id: str, wake: Callable[[], None]) -> None:
-        """Observe all sessions but `session_id`; only the jobs of group `group_id`, if that is not empty."""
+        """Observe all sessions except `session_id`; only the jobs of group `group_id`, unless that is empty."""
         self._session_id = session_id
         self._group_id = group_id
         self._wake = wake
@@ -39,11 +39,9 @@ class Observation:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the frames that wait."""
         return self._size_bytes
 
     def wants(self, session_id: str, group_id: str) -> bool:
-        """Return whether jobs of that session and group are observed."""
         return session_id != self._session_id and self._group_id in ("", group_id)
 
     def has_room(self, size_bytes: int) -> bool:
@@ -55,13 +53,13 @@ class Observation:
         return True
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame, for which `has_room` was asked before."""
+        """Queue a frame, after `has_room` returned True for it."""
         self._frames.append(frame)
         self._size_bytes += len(frame)
         self._wake()
 
     def next_frame(self) -> bytes | None:
-        """Return the next encoded frame and remove it; None if there is none.
+        """Return the next encoded frame and remove it; None if the queue is empty.
 
         When the queue is empty and frames were lost, this is one `ObservationLost` with their count.
         """
@@ -91,7 +89,6 @@ class Observations:
         return observation
 
     def end(self, observation: Observation) -> None:
-        """Remove an observation."""
         self._all.remove(observation)
 
     def event(self, session_id: str, group_id: str, event: JobEvent) -> None:

@@ -1,4 +1,4 @@
-"""A session's unacknowledged outcomes in the order of cursors, and the cache of those in memory.
+"""A session's unacknowledged outcomes in the order of cursors, and the cache of the outcomes in memory.
 
 Pure state: no I/O, no waiting.
 """
@@ -23,7 +23,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class _Entry(NamedTuple):
-    """The place of an outcome. After `OutcomeLog.forget` it has no job id and no bytes."""
+    """The place of an outcome. After `OutcomeLog.forget` its job id and bytes are empty."""
 
     job_id: str
     size_bytes: int
@@ -44,23 +44,23 @@ class OfferedOutcome(NamedTuple):
 class OutcomeLog:
     """The unacknowledged outcomes of a session by cursor.
 
-    Cursors are consecutive integers. `last` is the last one that may be sent; everything up to `acked` is gone. A
-    cursor is reserved while its outcome is being stored, and offered (may be sent) when that and all before it are
-    stored. Each outcome is here once, encoded. With `hot`, the offered ones are on the disk, and in memory as long as
-    there is room. An outcome may be dropped out of order: its cursor is then skipped.
+    Cursors are consecutive integers. `last` is the last that may be sent; everything up to `acked` was dropped. A
+    cursor is reserved while its outcome is being stored. It is offered (may be sent) when this outcome and all before
+    it are stored. Each outcome is here once, encoded. With `hot`, offered outcomes are on the disk, and also in memory
+    while there is room. An outcome may be dropped out of order: its cursor is then skipped.
     """
 
     def __init__(self, start: int = 0, hot: HotOutcomes | None = None) -> None:
         self.acked = start
         self.last = start
         self._given = start
-        """The last reserved cursor. Those up to `last` are offered."""
+        """The last reserved cursor. Cursors up to `last` are offered."""
         self._ready: set[int] = set()
         self._size_bytes = 0
         self._entries: dict[int, _Entry] = {}
         self._cursors: dict[str, int] = {}
         self._unstored: dict[int, bytes] = {}
-        """Outcomes that are in memory only: all without `hot`; with it, those not offered yet and replaced ones."""
+        """Outcomes only in memory: all without `hot`; with it, outcomes not offered yet and replaced outcomes."""
         self._hot = hot
 
     def __len__(self) -> int:
@@ -73,7 +73,6 @@ class OutcomeLog:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the size of the outcomes in memory."""
         return self._size_bytes if self._hot is None else sum(map(len, self._unstored.values())) + self._hot.size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
@@ -83,7 +82,7 @@ class OutcomeLog:
         return cursor
 
     def reserve(self, job_id: str, outcome: bytes) -> int:
-        """Add an encoded outcome that is to be offered later, and return its cursor."""
+        """Add an encoded outcome that will be offered later, and return its cursor."""
         self._enter(job_id, len(outcome))
         self._unstored[self._given] = outcome
         return self._given
@@ -91,14 +90,14 @@ class OutcomeLog:
     def recover(self, job_id: str, cursor: int, size_bytes: int) -> None:
         """Add and offer an outcome that a former process left on the disk. For a log with `hot`.
 
-        Call before anything else, in the order of cursors: `cursor` must be above all that were given.
+        Call before anything else, in the order of cursors: `cursor` must be above all earlier ones.
         """
         self.skip_to(cursor - 1)
         self._enter(job_id, size_bytes)
         self.offer(cursor)
 
     def offer(self, cursor: int) -> list[str]:
-        """Mark a reserved cursor as ready. Return the jobs whose outcomes may be sent from now on, in order."""
+        """Mark a reserved cursor as ready. Return the jobs whose outcomes may now be sent, in order."""
         self._ready.add(cursor)
         offered = []
         while self.last + 1 in self._ready:
@@ -120,7 +119,7 @@ class OutcomeLog:
         self._discard(cursor)
 
     def skip_to(self, cursor: int) -> None:
-        """Mark all cursors up to this one as given and dropped, by a former process. No cursor may be reserved."""
+        """Mark all cursors up to this one as used and dropped by a former process. No cursor may be reserved."""
         while self._given < cursor:
             self._enter("", 0)
         self.last = self._given
@@ -139,19 +138,19 @@ class OutcomeLog:
         self._unstored[cursor] = outcome
 
     def forget(self, job_id: str) -> None:
-        """Drop the outcome of one job. It is not sent any more.
+        """Drop the outcome of one job, so that it is no longer sent.
 
         Raises:
-            KeyError: there is no outcome of that job.
+            KeyError: the log lacks an outcome of that job.
         """
         self.blank(self._cursors.pop(job_id))
         self._drop_blanks()
 
     def ack(self, cursor: int) -> list[str]:
-        """Drop everything up to `cursor`, and return the ids of the jobs dropped. An old cursor changes nothing.
+        """Drop everything up to `cursor`, and return the ids of the jobs dropped. An old cursor is ignored.
 
         Raises:
-            ProtocolError: the session never gave this cursor.
+            ProtocolError: the session never used this cursor.
         """
         if cursor > self.last:
             raise ProtocolError(f"cursor {cursor} acknowledged, but {self.last} is the last one this session has given")
@@ -171,11 +170,11 @@ class OutcomeLog:
         return self._hot.get(cursor) if outcome is None and self._hot is not None else outcome
 
     def in_memory(self, cursor: int) -> bool:
-        """Return whether the outcome at a cursor is in memory. Counts no hit."""
+        """Return whether the outcome at a cursor is in memory. Does not count a hit."""
         return cursor in self._unstored or (self._hot is not None and cursor in self._hot)
 
     def job_id(self, cursor: int) -> str:
-        """Return the job whose outcome is at a cursor; empty if there is none (any more)."""
+        """Return the job whose outcome is at a cursor; empty if it was dropped."""
         entry = self._entries.get(cursor)
         return entry.job_id if entry is not None and cursor <= self.last else ""
 
@@ -184,17 +183,16 @@ class OutcomeLog:
         return self._entries[cursor].size_bytes
 
     def sent_up_to(self, cursor: int) -> None:
-        """Note that a trainer is connected and was sent everything up to `cursor`: the cache evicts by that."""
+        """Note for the cache's eviction that a trainer is connected and was sent everything up to `cursor`."""
         if self._hot is not None:
             self._hot.connected, self._hot.sent = True, cursor
 
     def nobody_there(self) -> None:
-        """Note that no trainer is connected: the cache evicts by that."""
+        """Note for the cache's eviction that no trainer is connected."""
         if self._hot is not None:
             self._hot.connected = False
 
     def close(self) -> None:
-        """Drop everything, at the end of the session."""
         self._unstored.clear()
         self._cursors.clear()
         self._entries = dict.fromkeys(self._entries, _Entry("", 0))
@@ -247,7 +245,7 @@ class HotOutcomes:
         return iter(self._outcomes)
 
     def put(self, cursor: int, outcome: bytes) -> None:
-        """Add an outcome that is on the disk, which may evict others, or itself. Cursors must grow."""
+        """Add an outcome that is on the disk, which may evict other outcomes, or itself. Cursors must grow."""
         self._outcomes[cursor] = outcome
         self.size_bytes += len(outcome)
         self._cache.grow(len(outcome))
@@ -260,13 +258,12 @@ class HotOutcomes:
         return outcome
 
     def discard(self, cursor: int) -> None:
-        """Remove an outcome that is not needed any more. Idempotent."""
+        """Remove an outcome that is no longer needed. Idempotent."""
         outcome = self._outcomes.pop(cursor, None)
         if outcome is not None:
             self._shrink(outcome)
 
     def close(self) -> None:
-        """Remove everything, and the share from the cache."""
         for cursor in list(self._outcomes):
             self.discard(cursor)
         self._cache.drop(self)
@@ -275,8 +272,8 @@ class HotOutcomes:
     def urgency(self) -> int:
         """Return how soon the outcome that `evict` would remove is needed; the cache evicts the lowest first.
 
-        0: it was sent, and waits for its acknowledgement. 1: its trainer is not connected. 2: it is to be sent next to
-        a connected trainer.
+        0: it was sent, and waits for its acknowledgement. 1: its trainer is not connected. 2: it will be sent next to a
+        connected trainer.
         """
         if not self.connected:
             return 1
@@ -293,11 +290,11 @@ class HotOutcomes:
 
 
 class OutcomeCache:
-    """A cache of stored outcomes, of all sessions together, at most `max_bytes`. Each is on the disk, too.
+    """A cache of stored outcomes, of all sessions together, at most `max_bytes`. Each outcome is also on the disk.
 
-    When it is full, outcomes that were sent are evicted first, then those of absent trainers, then those that a
-    connected trainer will need last; among equals, from the session with most bytes in the cache. So a slow or absent
-    trainer evicts its own outcomes.
+    When it is full, outcomes that were sent are evicted first, then outcomes of absent trainers, then outcomes that a
+    connected trainer will need last. Among equals, it evicts from the session with most bytes in the cache. So a slow
+    or absent trainer evicts its own outcomes.
     """
 
     def __init__(self, max_bytes: int = HOT_OUTCOME_BYTES) -> None:
@@ -310,7 +307,6 @@ class OutcomeCache:
         self._shares: list[HotOutcomes] = []
 
     def share(self) -> HotOutcomes:
-        """Create and return an empty share for one session."""
         share = HotOutcomes(self)
         self._shares.append(share)
         return share

@@ -1,7 +1,7 @@
 """A trainer's session: its jobs, and their outcomes until they are acknowledged.
 
-It belongs to the node, not to a connection: a trainer that reconnects finds its jobs running, and every outcome that it
-has not acknowledged. Methods are synchronous unless they are `async`, and called in the node's loop.
+It belongs to the node, not to a connection. A trainer that reconnects finds its jobs running, and every unacknowledged
+outcome. Methods are synchronous unless they are `async`, and called in the node's loop.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 MAX_CANCELS_AHEAD: Final = 10_000
 """Ids per session that were cancelled before their job was submitted. Beyond that, the oldest is dropped."""
 WITHDRAWAL_S: Final = 0.25
-"""Pause before a job is submitted again whose withdrawn copy has not ended yet."""
+"""Pause before a job is resubmitted whose withdrawn copy has not ended yet."""
 
 
 class Session:
@@ -90,7 +90,7 @@ class Session:
             is_elsewhere: returns whether another session has a job of that id.
             on_change: called when it holds less than before, or its connection has ended.
             observations: the observers of all sessions.
-            shared: keeps tokens of outcomes for trainers that map the arena; None if this node shares none.
+            shared: holds tokens of outcomes for trainers that map the arena; None if this node shares none.
             clock: returns monotonic seconds.
         """
         self.session_id = session_id
@@ -100,7 +100,7 @@ class Session:
         self.idle_since_s = clock()
         self.expired_total = 0
         self.requeued = 0
-        """Number of jobs that the node's end has cut and that its next start runs again: they count as running."""
+        """Number of jobs that the node's end has cut and its next start runs again; they count as running."""
         self._limits = limits
         self._stored = stored
         self._retention_s = retention_s
@@ -109,10 +109,10 @@ class Session:
         self._observations = Observations() if observations is None else observations
         self._clock = clock
         self._jobs: dict[str, Job] = {}
-        """All its jobs, from the promise of a place until the acknowledgement, by job id."""
+        """All jobs, from the promise of a place until the acknowledgement, by job id."""
         self._running: dict[str, Job] = {}
-        """Those of them whose outcome is not offered yet."""
-        self._cancels_ahead: OrderedDict[str, str] = OrderedDict()  # a dict takes ever longer to find its oldest
+        """The jobs whose outcome is not offered yet."""
+        self._cancels_ahead: OrderedDict[str, str] = OrderedDict()  # a dict finds its oldest key ever slower
         """Reasons of cancels, by the ids of jobs that are not submitted yet."""
         self._arrival = trio.lowlevel.ParkingLot()
         self._listener: Listener | None = None
@@ -125,7 +125,6 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """Return whether a connection is attached."""
         return self._listener is not None
 
     @property
@@ -135,7 +134,6 @@ class Session:
 
     @property
     def running(self) -> int:
-        """Return the number of jobs without an outcome."""
         return len(self._running)
 
     def knows(self, job_id: str) -> bool:
@@ -143,11 +141,11 @@ class Session:
         return job_id in self._jobs
 
     def is_running(self, job_id: str) -> bool:
-        """Return whether the job was submitted here and has no outcome yet."""
+        """Return whether the job was submitted here and still lacks an outcome."""
         return job_id in self._running
 
     def running_job(self, job_id: str) -> Job | None:
-        """Return the job if it was submitted here and has no outcome yet."""
+        """Return the job if it was submitted here and still lacks an outcome."""
         return self._running.get(job_id)
 
     def running_jobs(self) -> Iterator[Job]:
@@ -155,7 +153,7 @@ class Session:
         return iter(self._running.values())
 
     def to_come(self, sent: int) -> list[str]:
-        """Return the ids of jobs whose outcome comes after the cursor `sent`: stored ones, then running ones."""
+        """Return the ids of jobs whose outcome comes after the cursor `sent`: first stored, then running jobs."""
         ended = [self.log.job_id(cursor) for cursor in self.log.cursors() if cursor > sent]
         return [*ended, *(job_id for job_id, job in self._running.items() if not job.withdrawn)]
 
@@ -166,9 +164,9 @@ class Session:
             self._cancels_ahead.popitem(last=False)
 
     def withdraw(self, job_ids: Iterable[str], *, ended: bool = False) -> list[str]:
-        """Have those of these jobs that run be forgotten if a cancel ends them. The caller must cancel them.
+        """Mark the running jobs among these to be forgotten if a cancel ends them. The caller must cancel them.
 
-        `ended`: forget those of which there is an outcome, too. Return the ids that are known here.
+        `ended`: also forget jobs that have an outcome. Return the ids that are known here.
         """
         known = [job_id for job_id in dict.fromkeys(job_ids) if job_id in self._jobs]
         for job_id in known:
@@ -181,10 +179,10 @@ class Session:
     def admit(self, spec: JobSpec, node: NodeApi, attempts: int = 0) -> tuple[Job | None, bool]:
         """Check a job before it is stored. Return it if its submission is still in progress, and whether it is new.
 
-        `attempts` of it have begun on other nodes. The caller must afterwards hand over or refuse a new job.
+        `attempts` of the job have begun on other nodes. The caller must afterwards hand over or refuse a new job.
 
         Raises:
-            ServiceError: it is refused, see `submit_all`.
+            ServiceError: the job is refused, see `submit_all`.
         """
         fingerprint = fingerprint_of(spec)
         known = self._jobs.get(spec.job_id)
@@ -201,11 +199,10 @@ class Session:
         return (None if known.answered.is_set() else known), False
 
     def note_stored(self, job: Job) -> None:
-        """Note that the ledger has the job."""
         self._apply(job, Stored())
 
     def hand_over(self, job: Job, node: NodeApi) -> None:
-        """Give a stored job to the node, and cancel it if that was asked for in advance.
+        """Pass a stored job to the node, and cancel it if that was requested in advance.
 
         If the node raises, the job is still registered here: the caller must refuse it, or deliver a failure.
 
@@ -219,11 +216,11 @@ class Session:
             node.cancel_soon(job.job_id, reason)
 
     def refuse(self, job: Job, why: ServiceError) -> None:
-        """Remove an admitted job that is refused after all, and wake those that wait for its acceptance."""
+        """Remove an admitted job that is refused after all, and wake the tasks that wait for its acceptance."""
         self._apply(job, Refused(why))
 
     def recover(self, spec: JobSpec, fingerprint: bytes, attempt: int) -> Job:
-        """Register a job that a former process stored, with its number of attempts begun, and return it.
+        """Register a job that a former process stored, with its number of begun attempts, and return it.
 
         The caller must hand it over, or deliver its outcome.
         """
@@ -263,8 +260,8 @@ class Session:
     def deliver(self, outcome: Outcome) -> None:
         """Store a job's outcome, and send it once it is stored. See `JobSink`.
 
-        A second outcome of a job is dropped and logged as an error: the first one stands. An outcome with the code
-        "shutdown" is dropped where the node's end requeues what it cuts, so that the next start runs it again: see
+        A second outcome of a job is dropped and logged as an error; the first one remains. An outcome with the code
+        "shutdown" is dropped if the node's end requeues its jobs, so that the next start runs the job again: see
         `Journal.ends_cut_jobs`.
         """
         job = self._running.get(outcome.job_id)
@@ -278,7 +275,7 @@ class Session:
         self._carry_out(job, effects)
 
     def deliver_encoded(self, outcome: EncodedOutcome, stored: Callable[[bool], None]) -> None:
-        """Store a job's outcome that came as bytes, and send it once it is stored. See `SessionSink`."""
+        """Store a job's outcome that was received as bytes, and send it once it is stored. See `SessionSink`."""
         job = self._jobs.get(outcome.job_id)
         if job is None:
             stored(True)
@@ -299,7 +296,7 @@ class Session:
         return Ended(outcome, requeue=requeue, elsewhere=elsewhere)
 
     def _outcome_stored(self, job: Job, cursor: int, is_stored: bool) -> None:
-        """Let the outcome at a cursor be sent, once all before it may be; drop its job if storing was refused."""
+        """Allow sending the outcome at a cursor once all before it are allowed; drop its job if storing was refused."""
         if not is_stored:
             self.log.blank(cursor)
         self._apply(job, OutcomeStored() if is_stored else OutcomeRefused())
@@ -321,8 +318,8 @@ class Session:
             self._carry_out(job, effects)
 
     def _carry_out(self, job: Job, effects: Effects, begun: Callable[[], None] = lambda: None) -> None:
-        """Do what a job's event has left to do. `begun` is called when the beginning of an attempt is stored."""
-        if effects.is_second:  # its sender gave it again, or its attempt was given up
+        """Carry out the effects of a job's event. `begun` is called when the beginning of an attempt is stored."""
+        if effects.is_second:  # its sender repeated it, or its attempt was abandoned
             logger.info("session %s: another outcome of job %s, %s, is dropped", self.session_id, job.job_id, job.state)
         if effects.answer:
             job.answered.set()
@@ -344,7 +341,7 @@ class Session:
         self.requeued += effects.requeue
         if effects.requeue or effects.delete:
             self._on_change()
-        if effects.store is not None:  # last: the ledger may have it, and say so, at once
+        if effects.store is not None:  # last, because the ledger may store it and call back at once
             data = effects.store.data
             cursor = self.log.reserve(job.job_id, data)
             stored = partial(self._outcome_stored, job, cursor)
@@ -353,10 +350,10 @@ class Session:
     def ack(self, cursor: int) -> None:
         """Acknowledge all outcomes up to `cursor`: drop them here and in the ledger.
 
-        An old cursor changes nothing.
+        An old cursor is ignored.
 
         Raises:
-            ProtocolError: the session never gave this cursor.
+            ProtocolError: the session never used this cursor.
         """
         for job_id in self.log.ack(cursor):
             self._apply(self._jobs[job_id], Acknowledged())
@@ -368,9 +365,9 @@ class Session:
     # ------------------------------------------------------------ without a standing connection
 
     async def read(self, cursor: int) -> bytes | None:
-        """Return the encoded outcome at `cursor`, from memory or else from the disk; None if there is none (any more).
+        """Return the encoded outcome at `cursor`, from memory or else from the disk; None if it was dropped.
 
-        An outcome that the ledger has lost is replaced for good by a failure that says so. Safe to cancel.
+        An outcome that the ledger has lost is permanently replaced by a failure that reports the loss. Safe to cancel.
         """
         job_id, outcome = self.log.job_id(cursor), self.log.outcome(cursor)
         if outcome is not None or not job_id:
@@ -389,7 +386,7 @@ class Session:
         return self.log.outcome(cursor) or outcome
 
     async def outcome_at(self, cursor: int) -> OfferedOutcome | None:
-        """Return the outcome at `cursor`; None if there is none (any more). Reads the disk if needed.
+        """Return the outcome at `cursor`; None if it was dropped. Reads the disk if needed.
 
         Safe to cancel.
         """
@@ -398,7 +395,7 @@ class Session:
         return None if outcome is None else OfferedOutcome(cursor, job_id, outcome)
 
     async def outcome_of(self, job_id: str) -> OfferedOutcome | None:
-        """Return the outcome of a job; None if it has not ended, or the outcome is gone. Safe to cancel."""
+        """Return the outcome of a job; None if it has not ended, or the outcome was dropped. Safe to cancel."""
         cursor = self.log.find(job_id)
         if cursor is None:
             await trio.lowlevel.checkpoint()
@@ -406,24 +403,27 @@ class Session:
         return await self.outcome_at(cursor)
 
     async def wait_arrival(self) -> None:
-        """Return when the next outcome has come. Has no deadline of its own."""
+        """Return when the next outcome arrives. Has no deadline of its own."""
         await self._arrival.park()
 
     def forget(self, job_id: str) -> None:
-        """Drop the outcome of one job, here and in the ledger. It is not sent any more, and its id can be used again.
+        """Drop the outcome of one job, here and in the ledger. It is no longer sent, and its id can be reused.
 
         Raises:
-            KeyError: the session has no outcome of that job.
+            KeyError: the session lacks an outcome of that job.
         """
         self.log.forget(job_id)
         self._apply(self._jobs[job_id], Forgotten())
 
     def touch(self) -> None:
-        """Mark the session as used just now, by a request without a standing connection."""
+        """Mark the session as used now, by a request without a standing connection."""
         self.idle_since_s = self._clock()
 
     def expire(self) -> int:
-        """Drop the outcomes that are older than the retention, and return how many. Does nothing while connected."""
+        """Drop the outcomes that are older than the retention, and return their number.
+
+        Does nothing while connected.
+        """
         if self._retention_s is None or self.connected:
             return 0
         limit_s = self._clock() - self._retention_s
@@ -442,7 +442,7 @@ class Session:
         Does nothing if it is stored. Safe to cancel, and to call again.
 
         Raises:
-            AdmissionRejected: the ledger has no room for it.
+            AdmissionRejected: the ledger lacks room for it.
         """
         if self._stored:
             await trio.lowlevel.checkpoint()
@@ -453,18 +453,18 @@ class Session:
     def attach(
         self, listener: Listener, resume_after: int, max_unacked_outcomes: int = 0, max_unacked_bytes: int = 0
     ) -> Feed:
-        """Attach a connection, replacing the one that is attached. Return the feed of outcomes to send on it.
+        """Attach a connection, replacing the current one. Return the feed of outcomes to send on it.
 
-        The replaced connection is called with `replaced`.
+        `replaced` is called on the replaced connection.
 
         Args:
             listener: the connection.
             resume_after: the feed begins after this cursor. It acknowledges nothing, see `ack`.
-            max_unacked_outcomes: send window in outcomes, at most the node's own, which 0 stands for.
+            max_unacked_outcomes: send window in outcomes, at most the node's own, which is used for 0.
             max_unacked_bytes: send window in bytes, likewise.
 
         Raises:
-            ProtocolError: the session never gave the cursor `resume_after`, or a window is negative.
+            ProtocolError: the session never used the cursor `resume_after`, or a window is negative.
         """
         if resume_after > self.log.last:
             raise ProtocolError(
@@ -495,14 +495,13 @@ class Session:
             self._on_change()
 
     def close(self) -> None:
-        """Drop everything that the session has, also in the ledger. It makes room for another one."""
+        """Drop the session's jobs and outcomes, also in the ledger. This makes room for another session."""
         self.log.close()
         if self.shared is not None:
             self.shared.remove_session(self.session_id)
         self.journal.close_session(self.session_id)
 
     def statistics(self) -> dict[str, object]:
-        """Return the session's live state."""
         return {
             "connected": self.connected,
             "running": self.running,

@@ -1,4 +1,4 @@
-"""The table of a node's sessions: opening and removing them, and their recovery at a start."""
+"""The table of a node's sessions: opening and removing them, and their recovery at startup."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SessionTable:
         Args:
             journal: stores the sessions.
             limits: of sessions; the defaults if None.
-            shared: keeps tokens of outcomes for trainers on this host; None if this node shares none.
+            shared: holds tokens of outcomes for trainers on this host; None if this node shares none.
         """
         self.journal = journal
         self.shared = shared
@@ -51,14 +51,14 @@ class SessionTable:
         return len(self._sessions)
 
     def open(self, session_id: str, resume_after: int, *, retention_s: float | None = None) -> tuple[Session, bool]:
-        """Return the session with that id, and whether it existed. Create it if not.
+        """Return the session with that id, and whether it existed. Create it if necessary.
 
         A new session continues the cursors after `resume_after`. With `retention_s` it drops outcomes of that age while
         no trainer is connected. It is not stored yet: see `Session.store`.
 
         Raises:
             ProtocolError: the id or the cursor is not valid.
-            AdmissionRejected: there is no room for a new session.
+            AdmissionRejected: the table is full.
         """
         known = self._sessions.get(session_id)
         if known is not None:
@@ -73,7 +73,7 @@ class SessionTable:
     def recover(self, session_id: str, acked: int) -> Session:
         """Create a session that a former process stored, even if there are too many.
 
-        All up to `acked` is acknowledged.
+        Everything up to `acked` is acknowledged.
         """
         return self._begin(session_id, acked, stored=True)
 
@@ -95,14 +95,14 @@ class SessionTable:
         return session
 
     async def wait_answered(self) -> None:
-        """Return when no job is being stored: each is accepted by the node, or refused."""
+        """Return when no job is being stored: each was accepted by the node, or refused."""
         await self.journal.wait_answered()
 
     async def wait_delivered(self) -> None:
         """Return when no connected trainer has running jobs or unacknowledged outcomes.
 
-        Jobs that the next start runs again do not count, nor, after the disk has failed, any: their outcomes are held
-        back. Has no deadline of its own.
+        Jobs that the next start runs again do not count. After a disk failure no job counts, because the outcomes are
+        held back. Has no deadline of its own.
         """
         await trio.lowlevel.checkpoint()
         while any(
@@ -113,11 +113,9 @@ class SessionTable:
             await self._changed.wait()
 
     def get(self, session_id: str) -> Session | None:
-        """Return the session with that id; None if there is none."""
         return self._sessions.get(session_id)
 
     def all(self) -> list[Session]:
-        """Return every session, oldest first."""
         return list(self._sessions.values())
 
     @property
@@ -135,11 +133,10 @@ class SessionTable:
 
     @property
     def requeued(self) -> int:
-        """Return the number of jobs that the node's end has cut and that its next start runs again."""
+        """Return the number of jobs that the node's end has cut and its next start runs again."""
         return sum(session.requeued for session in self._sessions.values())
 
     def statistics(self) -> dict[str, object]:
-        """Return the live state of each session, by session id."""
         return {session_id: session.statistics() for session_id, session in self._sessions.items()}
 
     def _notify(self) -> None:
@@ -148,8 +145,8 @@ class SessionTable:
     def _make_room(self) -> None:
         """Remove idle sessions so that one more fits; raise AdmissionRejected if too many are connected.
 
-        Only connected and empty sessions count. One that an absent trainer left with jobs or outcomes is kept and does
-        not count: admission bounds it.
+        Only connected and empty sessions count. A session of an absent trainer that has jobs or outcomes is kept and
+        does not count, because admission bounds it.
         """
         idle = [s for s in self._sessions.values() if not (s.connected or s.running or len(s.log))]
         connected = sum(session.connected for session in self._sessions.values())
@@ -174,10 +171,10 @@ _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 async def recover_sessions(sessions: SessionTable, node: NodeApi, config: LedgerConfig) -> None:
     """Recover all sessions from the ledger, and have the node run the unfinished jobs as their next attempt.
 
-    Must return before anybody can connect. Jobs run again in the order in which they were accepted. A job fails instead
-    if `max_attempts` of it have begun (it may be what ends the node), if it cannot be read, if its handler is gone, or
-    if `on_restart` is "fail". Outcomes stay on the disk until they are asked for: the duration depends on their number,
-    not on their size.
+    Must return before trainers can connect. Jobs run again in the order of acceptance. A job fails instead if
+    `max_attempts` of its attempts have begun (it may be what ends the node), if it cannot be read, if its handler is
+    missing, or if `on_restart` is "fail". Outcomes stay on the disk until they are requested, so the duration depends
+    on their number, not on their size.
     """
     ledger = sessions.journal.ledger
     recovered = ledger.recovered

@@ -1,4 +1,4 @@
-"""Submission of jobs, for every edge: check all, store the new ones in one commit, then hand them to the node."""
+"""Submission of jobs, for every edge: check all, store the new ones in one commit, then pass them to the node."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ class _Entry(NamedTuple):
 
     @property
     def refusal(self) -> ServiceError | None:
-        """Return why the job was refused, once that is decided; None if the node accepted it."""
+        """Return why the job was refused, once that is known; None if the node accepted it."""
         return self.error if self.job is None else self.job.refused
 
 
 async def submit_all(
     session: Session, specs: Sequence[JobSpec], node: NodeApi, answer: Answer, attempts: Mapping[str, int] = NO_ATTEMPTS
 ) -> None:
-    """Submit jobs, and return when each was accepted or refused. Submitting a spec again joins its job.
+    """Submit jobs, and return when each was accepted or refused. Resubmitting a spec joins its job.
 
-    `answer` is called once for each job, in order, in the same step in which the node accepts it: before its outcome
-    can come. `attempts` of a job have begun on another node, by job id. If this call is cancelled, the submit still
-    goes on to its end, with its answers.
+    `answer` is called once for each job, in order, in the same step in which the node accepts it, and so before its
+    outcome can arrive. `attempts` of a job have begun on another node, by job id. If this call is cancelled, the submit
+    still completes, with its answers.
 
-    The error given for a refused job is `DuplicateJob` if the id belongs to another spec or session; `AlreadyDelivered`
-    if its outcome was acknowledged; `AdmissionRejected` if the session has too many unacknowledged outcomes, or the
-    ledger is full; or what the node raised.
+    The error of a refused job is `DuplicateJob` if the id belongs to another spec or session; `AlreadyDelivered` if its
+    outcome was acknowledged; `AdmissionRejected` if the session has too many unacknowledged outcomes, or the ledger is
+    full; or an error that the node raised.
     """
     is_short = len(specs) < JOBS_PER_CHECKPOINT and not _unexamined(session, specs, node)
     if session.journal.ledger.is_immediate and is_short:
-        await _submit(session, specs, node, answer, attempts)  # no checkpoint before all are handed over
+        await _submit(session, specs, node, answer, attempts)  # no checkpoint before all are passed to the node
         return
     done = trio.Event()
 
@@ -110,12 +110,12 @@ async def _submit(
 
 
 def _unexamined(session: Session, specs: Sequence[JobSpec], node: NodeApi) -> list[JobSpec]:
-    """Return the jobs that the node has to examine first. A job that is submitted again was accepted before."""
+    """Return the jobs that the node has to examine first. A job that is resubmitted was accepted before."""
     return [spec for spec in specs if node.is_unexamined(spec) and not session.knows(spec.job_id)]
 
 
 async def _store(session: Session, jobs: Sequence[Job]) -> Mapping[str, ServiceError]:
-    """Store jobs in one commit. Return the errors of those that were not stored, by job id."""
+    """Store jobs in one commit. Return the errors of jobs that were not stored, by job id."""
     if not jobs:
         return {}
     failure: ServiceError
@@ -125,7 +125,7 @@ async def _store(session: Session, jobs: Sequence[Job]) -> Mapping[str, ServiceE
         return await session.journal.accept(session.session_id, jobs)
     except ServiceError as exc:
         failure = exc
-    except (OSError, RuntimeError, MemoryError) as exc:  # the machine lacks something: each job needs an answer
+    except (OSError, RuntimeError, MemoryError) as exc:  # the machine lacks a resource: each job needs an answer
         logger.error("session %s: %d jobs are not stored", session.session_id, len(jobs), exc_info=exc)
         failure = AdmissionRejected(f"the node cannot store jobs now: {exc!r}", RETRY_AFTER_S)
     return {job.job_id: failure for job in jobs}
@@ -136,8 +136,8 @@ async def _answer_all(
 ) -> None:
     """Hand the stored jobs to the node, and answer for every job in order.
 
-    An answer is given in the step in which its job is accepted, unless a job before it is being stored by another
-    batch. Such jobs are awaited last, after all of this batch were handed over, so that two batches that wait for each
+    An answer is sent in the step in which its job is accepted, unless a job before it is being stored by another batch.
+    Such jobs are awaited last, after all jobs of this batch were handed over, so that two batches that wait for each
     other cannot deadlock.
     """
     late: list[tuple[int, _Entry]] = []
@@ -160,7 +160,7 @@ async def _answer_all(
 def _hand_over(session: Session, node: NodeApi, job: Job, failure: ServiceError | None) -> None:
     """Hand a stored job to the node, or refuse it if storing failed.
 
-    If the node has ended meanwhile, the job is refused, but stays in the ledger: the next start runs it.
+    If the node has ended by then, the job is refused, but stays in the ledger: the next start runs it.
     """
     if failure is None:
         session.note_stored(job)

@@ -1,1 +1,1 @@
-"""Size a cluster on a laptop: the real pipeline and pool over simulated engines and sandboxes."""
+"""Size a cluster on a laptop: the real pipeline and pool with simulated engines and sandboxes."""

@@ -1,7 +1,7 @@
-"""The settings of a simulation: the node, how long things take in it, and how often they fail.
+"""The settings of a simulation: the node, the durations of its operations, and their failure rates.
 
-A `sim.toml` has the tables `[stages]`, `[sandbox]`, `[budgets]`, `[backends]` and `[agent]` of a node.toml beside
-`[engine]`, `[work]` and `[failures]`. Times and counts are distributions, given in one of three ways:
+A `sim.toml` has the tables `[stages]`, `[sandbox]`, `[budgets]`, `[backends]` and `[agent]` of a node.toml, and also
+`[engine]`, `[work]` and `[failures]`. Times and counts are distributions in one of three forms:
 
     tool_s = { value = 0.4 }                                       # always the same
     tool_s = { p50 = 0.4, p95 = 6.0 }                              # lognormal
@@ -28,7 +28,10 @@ Z95: Final = 1.6448536269514722
 
 
 class Distribution(Table, frozen=True):
-    """The distribution of a duration in seconds, a rate or a count; never negative. The module has its three forms."""
+    """The distribution of a duration in seconds, a rate or a count; never negative.
+
+    See the module for its three forms.
+    """
 
     value: float | None = None
     p50: float | None = None
@@ -47,7 +50,6 @@ class Distribution(Table, frozen=True):
             _check_percentiles(self.percentiles)
 
     def draw(self, random: Random) -> float:
-        """Draw a sample."""
         if self.value is not None:
             return self.value
         if self.p50 is not None and self.p95 is not None:
@@ -72,15 +74,15 @@ def _check_percentiles(points: tuple[tuple[float, float], ...]) -> None:
 
 
 class EngineModel(Table, frozen=True):
-    """Each of `count` backends, alike but for their `speeds`.
+    """A model of `count` backends, which differ only in their `speeds`.
 
     Attributes:
-        speeds: of the first ones, as factors of all rates here; that of the others is 1.
-        max_batch: completions that run at once; more wait, first come, first served.
-        kv_tokens: prompt and completion of all that run, reserved in full; what is left over keeps prefixes.
+        speeds: factors of all rates for the first backends; the others have 1.
+        max_batch: number of concurrent completions; further ones wait in FIFO order.
+        kv_tokens: prompt and completion of all running completions, reserved in full; the rest caches prefixes.
         prefill_tokens_per_s: one prompt after another; tokens in the prefix cache cost nothing.
-        tokens_per_s: decoding of one completion alone.
-        max_tokens_per_s: decoding of all together; beyond it each slows down by the same factor.
+        tokens_per_s: decoding rate of a single completion.
+        max_tokens_per_s: total decoding rate; beyond it all completions slow down by the same factor.
     """
 
     count: int = 1
@@ -99,12 +101,15 @@ class EngineModel(Table, frozen=True):
             raise ValueError(f"speeds must be > 0, got {list(self.speeds)}")
 
     def speed_of(self, number: int) -> float:
-        """Return the speed of one of them, counted from 0."""
+        """Return the speed of one backend, counted from 0."""
         return self.speeds[number] if number < len(self.speeds) else 1.0
 
 
 class WorkModel(Table, frozen=True):
-    """The work of a rollout. Tokens are per prompt, completion and observation; `tool_s` is per turn but the last."""
+    """The work of a rollout.
+
+    Tokens are per prompt, completion and observation; `tool_s` applies to each turn except the last.
+    """
 
     turns: Distribution = Distribution(p50=8, p95=20)
     prompt_tokens: Distribution = Distribution(p50=1500, p95=4000)
@@ -119,8 +124,8 @@ class WorkModel(Table, frozen=True):
 class FailureRates(Table, frozen=True):
     """Probabilities of failures.
 
-    They are those of a sandbox's start, of a tool call (the sandbox is lost), of a completion, an evaluation, and of a
-    rollout (the handler raises).
+    They apply to a sandbox's start, a tool call (the sandbox is lost), a completion, an evaluation, and a rollout (the
+    handler raises).
     """
 
     sandbox_start: float = 0.0
@@ -136,9 +141,9 @@ class FailureRates(Table, frozen=True):
 
 
 class SimulationConfig(Table, frozen=True):
-    """A simulated run. The same seed gives the same figures.
+    """A simulated run. The same seed gives the same results.
 
-    There are `jobs` rollouts, all submitted at the beginning, or `arrivals_per_s` of them (Poisson) if that is not 0.
+    All `jobs` rollouts are submitted at the start, or at the rate `arrivals_per_s` (Poisson) if that is not 0.
     """
 
     seed: int = 0
@@ -165,6 +170,6 @@ def load_simulation(path: Path) -> SimulationConfig:
     """Read `path`.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
+        ConfigError: the file is missing, is not TOML, or has an unknown or invalid field (named by its path).
     """
     return read_toml(path, SimulationConfig)

@@ -1,7 +1,7 @@
-"""An LLM engine that takes its time and samples nothing: continuous batching, a KV cache with prefixes, one decoder.
+"""A simulated LLM engine that samples no real tokens: continuous batching, a KV cache with prefixes, one decoder.
 
-On trio's clock and without I/O, so that under an autojump clock hours pass in seconds. What it leaves out: prefill does
-not slow down decoding, and a completion's whole context is reserved when it begins.
+It uses trio's clock without I/O, so that with an autojump clock hours pass in seconds. Simplifications: prefill does
+not slow down decoding, and a completion's whole context is reserved at its start.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from prorl_trio.simulation.config import EngineModel
 
 _SLACK_S: Final = 1e-9
-"""Rounding of the clock: what has less than this left is done."""
+"""Tolerance for clock rounding: work with less than this left is done."""
 
 
 class _Decoder:
-    """Serves all at the same pace: each needs so many seconds alone; where too many want too much, the pace falls."""
+    """Decodes all completions at the same pace, which falls when their total demand exceeds the limit."""
 
     def __init__(self, max_tokens_per_s: float) -> None:
         self.max_tokens_per_s = max_tokens_per_s
@@ -44,11 +44,11 @@ class _Decoder:
 
     @property
     def pace(self) -> float:
-        """Speed of each completion, as a share of what it has alone."""
+        """Return the speed of each completion, relative to running alone."""
         return min(1.0, self.max_tokens_per_s / self.wanted_tokens_per_s) if self._line else 1.0
 
     async def decode(self, tokens: int, tokens_per_s: float) -> None:
-        """Return when `tokens` are sampled; alone it would take `tokens / tokens_per_s`."""
+        """Return when `tokens` are sampled; alone this would take `tokens / tokens_per_s`."""
         self._advance()
         done = trio.Event()
         entry = (self._served_s + tokens / tokens_per_s, next(self._order), tokens_per_s, done)
@@ -66,7 +66,7 @@ class _Decoder:
                 self._changed.set()
 
     async def serve(self) -> None:
-        """Wake those who are done, for ever."""
+        """Wake finished completions, until cancelled."""
         while True:
             self._changed = trio.Event()
             self._advance()
@@ -89,13 +89,13 @@ class _Decoder:
 
 
 class SimulatedEngine(EngineClient):
-    """A simulated backend. Ask its attributes for what goes on; use it within `open`.
+    """A simulated backend. Its attributes show its state; use it within `open`.
 
     Attributes:
-        running: completions in the batch. `waiting`: those that wait to be.
-        reserved_tokens: of the KV cache, by completions that run.
-        prefilling: whether it does.
-        completions, tokens_sampled, prompt_tokens, prefix_hits_tokens: sums so far.
+        running: number of completions in the batch. `waiting`: number of queued completions.
+        reserved_tokens: tokens of the KV cache reserved by running completions.
+        prefilling: whether a prefill is in progress.
+        completions, tokens_sampled, prompt_tokens, prefix_hits_tokens: totals so far.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class SimulatedEngine(EngineClient):
         speed: float = 1.0,
         max_answer_s: float = 0.0,
     ) -> None:
-        """Nothing runs yet.
+        """Create an idle engine.
 
         Args:
             url: its name.
-            model: how it works.
+            model: its performance.
             failure_rate: of completions.
-            seed: of what is drawn.
+            seed: for random draws.
             speed: a factor of all rates in `model`.
-            max_answer_s: probes and reports take up to so long.
+            max_answer_s: maximal duration of probes and reports.
         """
         self.url = url
         self.model = model
@@ -140,19 +140,19 @@ class SimulatedEngine(EngineClient):
 
     @property
     def prefilling(self) -> bool:
-        """A prompt is being read."""
+        """Return whether a prompt is being processed."""
         return self._prefill.locked()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[SimulatedEngine]:
-        """Let it decode within the block."""
+        """Decode within the block."""
         async with open_single_nursery() as nursery:
             nursery.start_soon(self.decoder.serve)
             yield self
             nursery.cancel_scope.cancel()
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
-        """See `EngineClient.probe`. Always fit."""
+        """See `EngineClient.probe`. Always succeeds."""
         del timeout_s
         await self._take_time()
         return EngineInfo(
@@ -160,10 +160,10 @@ class SimulatedEngine(EngineClient):
         )
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """See `EngineClient.generate`. Samples exactly `max_tokens`, all of them 0.
+        """See `EngineClient.generate`. Samples exactly `max_tokens` zeros.
 
-        The request's id is `JOB-tTURN`, or begins so and goes on with the name of an attempt: what a turn draws here is
-        the same at each.
+        The request's id is `JOB-tTURN`, optionally followed by the name of an attempt: each attempt of a turn draws the
+        same numbers.
         """
         job_id, _, rest = request.request_id.rpartition("-t")
         random, max_tokens = Random(f"{self._seed} {job_id}-t{rest.partition('-')[0]}"), request.max_tokens
@@ -186,7 +186,6 @@ class SimulatedEngine(EngineClient):
         )
 
     async def load(self, *, timeout_s: float) -> LoadReport:
-        """See `EngineClient.load`."""
         del timeout_s
         await self._take_time()
         read = self.prompt_tokens - self.prefix_hits_tokens
@@ -199,7 +198,7 @@ class SimulatedEngine(EngineClient):
         )
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
         await trio.lowlevel.checkpoint()
 
     @property
@@ -207,7 +206,7 @@ class SimulatedEngine(EngineClient):
         return self._speed * self.model.prefill_tokens_per_s
 
     async def _take_time(self) -> None:
-        """An answer to whoever looks after it."""
+        """Simulate the duration of a probe or report."""
         await trio.sleep(self._answers.random() * self._max_answer_s)
 
     async def _complete(self, job_id: str, prompt_tokens: int, max_tokens: int, tokens_per_s: float) -> None:
@@ -245,7 +244,7 @@ class SimulatedEngine(EngineClient):
             self.waiting -= 1
 
     def _evict(self) -> None:
-        """Forget the prefixes that were not used for longest, as far as room is needed."""
+        """Evict the least recently used prefixes until there is enough room."""
         room = self.model.kv_tokens - self.reserved_tokens
         kept = sum(self._cached.values())
         while kept > room:

@@ -1,7 +1,7 @@
-"""A node in simulated time: minutes pass in a second, so that worker counts can be tried out on a laptop.
+"""A node in simulated time: minutes pass in a second, so that worker counts can be tested on a laptop.
 
-The pipeline, queues, gates, warm pool and watched backend pool are the real ones, over engines and sandboxes that only
-take their time.
+The pipeline, queues, gates, warm pool and monitored backend pool are real; engines and sandboxes only simulate
+durations.
 
     report = run_simulation(SimulationConfig(stages=StagesConfig(run_workers=64)))
     print(report.jobs_per_h, report.bottleneck)
@@ -58,22 +58,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NEVER_S: Final = 1e12
-"""Nobody watches for stuck jobs here."""
+"""Disables the watchdog for stuck jobs."""
 SPACING_S: Final = 1e-3
-"""Between two jobs of one submission: as a batch is read, and so that no two things happen at the very same time."""
+"""Interval between two jobs of one submission, as if read from a batch, so that no two events coincide."""
 MAX_ANSWER_S: Final = 5e-3
-"""Engines take different times to answer a probe, or to say what their load is: for the same reason."""
+"""Maximal duration of a probe or load report, random so that no two events coincide."""
 STEADY: Final = (0.1, 0.9)
-"""Occupancy and throughput are measured between these shares of the jobs ended: without filling up and running out."""
+"""Occupancy and throughput are measured between these shares of the ended jobs, without the start and the end."""
 
 FULL: Final = 0.99
-"""A resource is full from this share of its capacity on: the last token of a cache is never taken."""
+"""A resource counts as full from this share of its capacity on, because the last token of a cache is never used."""
 LIMITS: Final = 0.85
-"""A resource that is full for this share of the time limits what comes before it."""
+"""A resource that is full for this share of the time limits the stages before it."""
 
 STAGGER_S: Final = 1e-3
-"""Rollouts that get a backend at the same moment, as when one is well again, ask it within this time, one by one: trio
-runs what is due at one moment in any order."""
+"""Rollouts that get a backend at the same moment, as after a recovery, call it within this time, one by one. Trio runs
+simultaneous tasks in any order."""
 
 SIZES: Final = {
     "init_workers": "stages.init_workers",
@@ -82,10 +82,10 @@ SIZES: Final = {
     "sandbox_starts": "sandbox.max_concurrent_starts",
     "engines": "engine.count",
 }
-"""Short names of what is usually swept."""
+"""Short names of settings that are often swept."""
 MAX_SETTINGS: Final = 1000
 GOOD_ENOUGH: Final = 0.95
-"""The share of the best throughput with which a sweep is content: more workers for the rest are not worth it."""
+"""A sweep accepts this share of the best throughput; more workers are not worth the rest."""
 
 
 class Sized(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,12 +96,12 @@ class Sized(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resized(config: SimulationConfig, setting: Mapping[str, Any]) -> SimulationConfig:
-    """`config` with other values: by a name of `SIZES`, or a path (`work.tool_s.value`, `engine.max_batch`).
+    """Return `config` with other values, by a name in `SIZES` or a path (`work.tool_s.value`, `engine.max_batch`).
 
-    `sandbox_starts` are of the node and of each image.
+    `sandbox_starts` sets both the limit of the node and the limit of each image.
 
     Raises:
-        ConfigError: there is no such field, or it cannot have that value.
+        ConfigError: a field is unknown or a value is invalid.
     """
     tree = msgspec.to_builtins(config)
     for name, value in setting.items():
@@ -122,7 +122,7 @@ def sweep(config: SimulationConfig, values: Mapping[str, Sequence[Any]]) -> Iter
     """Simulate every combination of `values`, the last name varying fastest.
 
     Raises:
-        ConfigError: see `resized`; or there are over `MAX_SETTINGS` combinations.
+        ConfigError: see `resized`; or there are more than `MAX_SETTINGS` combinations.
     """
     settings = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
     if len(settings) > MAX_SETTINGS:
@@ -133,7 +133,7 @@ def sweep(config: SimulationConfig, values: Mapping[str, Sequence[Any]]) -> Iter
 
 
 def double_each(config: SimulationConfig) -> Iterator[Sized]:
-    """Simulate `config` with twice of each of `SIZES`, one at a time: what helps is what limits."""
+    """Simulate `config` with each of `SIZES` doubled in turn: an improvement reveals the limit."""
     tree = msgspec.to_builtins(config)
     for name, path in SIZES.items():
         table, field = path.split(".")
@@ -142,7 +142,7 @@ def double_each(config: SimulationConfig) -> Iterator[Sized]:
 
 
 def enough(tried: Sequence[Sized]) -> Sized:
-    """The smallest setting that comes within `GOOD_ENOUGH` of the best throughput."""
+    """Return the smallest setting that reaches `GOOD_ENOUGH` of the best throughput."""
     best = max(one.report.jobs_per_h for one in tried)
     good = [one for one in tried if one.report.jobs_per_h >= GOOD_ENOUGH * best]
     order = {name: sorted({one.setting[name] for one in tried}) for name in tried[0].setting}
@@ -150,7 +150,7 @@ def enough(tried: Sequence[Sized]) -> Sized:
 
 
 class SimulatedProvider(SandboxProvider):
-    """Starts `FakeSandbox`es in the time the model says. `starting`: how many starts go on."""
+    """Starts `FakeSandbox`es with the durations of the model. `starting`: number of starts in progress."""
 
     name: ClassVar[str] = "simulated"
     isolated: ClassVar[bool] = False
@@ -186,7 +186,7 @@ class SimulatedProvider(SandboxProvider):
 
 
 class SimulatedHandler(AgentHandler):
-    """Goes through the turns of `agent.run_agent` without a model's text: what a job draws depends on its id only."""
+    """Runs the turns of `agent.run_agent` without a model's text; the random draws of a job depend only on its id."""
 
     name = "simulated"
 
@@ -195,19 +195,19 @@ class SimulatedHandler(AgentHandler):
         self._draws: Counter[tuple[str, str]] = Counter()
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """Anything goes."""
+        """Accept any payload."""
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The node's default image."""
+        """Return the node's default image."""
         sandbox = context.resources.config.sandbox
         return SandboxSpec(image=sandbox.image, start_timeout_s=sandbox.start_timeout_s)
 
     async def init(self, context: RolloutContext) -> None:
-        """Uploads, environments, shells."""
+        """Simulate uploads, environments and shells."""
         await trio.sleep(self._config.work.prepare_s.draw(self._random(context, "init")))
 
     async def run(self, context: RolloutContext) -> None:
-        """Turns on one backend, leased for all of them."""
+        """Run turns on one backend with a single lease."""
         work, failures, random = self._config.work, self._config.failures, self._random(context, "run")
         turns = work.turns.draw_count(random)
         fails_at = random.randrange(turns) if random.random() < failures.handler else turns
@@ -228,7 +228,7 @@ class SimulatedHandler(AgentHandler):
         context.stop_reason = "finished"
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """Takes its time; the reward says nothing."""
+        """Simulate the duration of an evaluation; the reward is meaningless."""
         random = self._random(context, "eval")
         fails = random.random() < self._config.failures.evaluation
         await trio.sleep(self._config.work.evaluation_s.draw(random))
@@ -237,7 +237,7 @@ class SimulatedHandler(AgentHandler):
         return Evaluation(reward=1.0, details={})
 
     async def _lease(self, context: RolloutContext, stack: AsyncExitStack, random: Random) -> Lease:
-        """See `STAGGER_S`. Who did not wait goes on at once."""
+        """See `STAGGER_S`. A rollout that did not wait continues at once."""
         asked_s = trio.current_time()
         lease = await lease_backend(context, stack)
         if trio.current_time() > asked_s:
@@ -266,9 +266,9 @@ class SimulatedHandler(AgentHandler):
             raise SandboxLost("simulated loss of the sandbox")
 
     def _random(self, context: RolloutContext, stage: str) -> Random:
-        """Return the random numbers of one stage of a job, which are the same whatever else goes on.
+        """Return the random generator for one stage of a job, independent of everything else.
 
-        An attempt after a failure draws anew.
+        A retry draws other numbers.
         """
         self._draws[context.spec.job_id, stage] += 1
         return Random(f"{self._config.seed} {context.spec.job_id} {stage} {self._draws[context.spec.job_id, stage]}")
@@ -289,13 +289,13 @@ def _turn(prompt_tokens: int, sampled: int, inference_s: float, tools_s: float) 
 
 
 class ResourceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of a resource over the steady part of a run.
+    """The use of a resource during the steady part of a run.
 
     Attributes:
-        capacity: how much there is.
-        mean: how much was in use.
-        held: of workers: how many were held up, with a job done, by what comes after them.
-        full: share of the time in which all of it was in use.
+        capacity: total amount.
+        mean: mean amount in use.
+        held: for workers: mean number blocked by later stages after finishing a job.
+        full: share of the time in which it was fully in use.
     """
 
     name: str
@@ -306,7 +306,7 @@ class ResourceUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UseSource:
-    """The source of a resource's figures: `used` does work; `taken`, where it differs, is not free either."""
+    """The source of a resource's figures: `used` is productive; `taken`, if different, is not free either."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class UseSource:
 
 
 class UseMeter(trio.abc.Instrument):
-    """Looks whenever the loop has nothing more to do at the present time: what it sees then holds until the next."""
+    """Samples whenever the loop is idle at the current time; the sample holds until the next one."""
 
     def __init__(self, sources: Sequence[UseSource], counts: Callable[[], bool]) -> None:
         self._sources = sources
@@ -335,7 +335,7 @@ class UseMeter(trio.abc.Instrument):
         self.measured_s = 0.0
 
     def before_io_wait(self, timeout: float) -> None:
-        """Called by trio, between two moments."""
+        """Called by trio between two moments."""
         now_s = trio.current_time()
         passed_s = now_s - self._at_s
         if passed_s > 0:
@@ -348,7 +348,7 @@ class UseMeter(trio.abc.Instrument):
         self._now = [_look(source) for source in self._sources] if self._counts() else []
 
     def uses(self) -> list[ResourceUse]:
-        """The means so far; zeros if nothing was measured."""
+        """Return the means so far; zeros if nothing was measured."""
         seconds = self.measured_s or 1.0
         return [
             ResourceUse(
@@ -368,16 +368,16 @@ def _look(source: UseSource) -> tuple[float, float, bool]:
 
 
 def find_bottleneck(uses: Sequence[ResourceUse]) -> str:
-    """Return the last resource on a job's way that is nearly always full; if there is none, the one most in use.
+    """Return the last resource on a job's path that is nearly always full; otherwise the one most in use.
 
-    Resources before it that are full are so because of it.
+    It causes the earlier full resources.
     """
     full = [use for use in uses if use.full >= LIMITS]
     return full[-1].name if full else max(uses, key=lambda use: use.mean / use.capacity).name
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that jobs spent somewhere, over those that were there."""
+    """Seconds that jobs spent in a state, over the jobs that reached it."""
 
     mean_s: float
     p50_s: float
@@ -389,13 +389,13 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         makespan_s: from the first submission to the last outcome.
-        jobs_per_h: in the steady part. `tokens_per_s` (sampled) and `turns_per_s`: over the whole.
-        completed: jobs. `failures`: the others, by cause. `retried`: attempts that were followed by another.
-        moves: rollouts that changed their backend, by reason: see `inference.pool.placement.MoveReason`.
+        jobs_per_h: in the steady part. `tokens_per_s` (sampled) and `turns_per_s`: over the whole run.
+        completed: number of jobs. `failures`: the other jobs by cause. `retried`: attempts followed by another.
+        moves: rollouts that changed their backend by reason: see `inference.pool.placement.MoveReason`.
         waits: `queued_init`, `init`, `queued_run`, ... as in `models.Timing`.
-        use: of every resource, the first that jobs meet first.
+        use: of every resource, in the order in which jobs need them.
         bottleneck: name of the resource that limits throughput.
-        prefix_hit_rate: tokens of prompts that were in the engine's cache.
+        prefix_hit_rate: share of prompt tokens found in the engine's cache.
     """
 
     makespan_s: float
@@ -413,7 +413,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Trainer:
-    """Takes what comes back. `ended_s`: when each outcome came, from the beginning on."""
+    """Receives the outcomes. `ended_s`: arrival time of each outcome since the start."""
 
     session_id = "simulation"
 
@@ -428,11 +428,10 @@ class _Trainer:
 
     @property
     def steady(self) -> bool:
-        """Neither filling up nor running out."""
+        """Return whether the run is neither filling up nor running out."""
         return STEADY[0] * self._jobs <= len(self.outcomes) < STEADY[1] * self._jobs
 
     def deliver(self, outcome: Outcome) -> None:
-        """See `JobSink`."""
         self.outcomes.append(outcome)
         self.ended_s.append(trio.current_time() - self._began_s)
         self.in_status[self._status.pop(outcome.job_id)] -= 1
@@ -440,7 +439,6 @@ class _Trainer:
             self.all_over.set()
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
-        """See `JobSink`."""
         del detail
         if job_id in self._status:
             self.in_status[self._status[job_id]] -= 1
@@ -449,14 +447,14 @@ class _Trainer:
 
 
 def run_simulation(config: SimulationConfig) -> SimulationReport:
-    """Simulate, in simulated time. Not from within a trio loop."""
+    """Run the simulation in simulated time. Must not be called inside a trio loop."""
     return run_in_simulated_time(_simulate, config)
 
 
 def run_in_simulated_time(afn: Callable[[SimulationConfig, ChatFormat], Awaitable[T]], config: SimulationConfig) -> T:
-    """Run `afn(config, chat_format)` in a loop of its own, in which waiting takes no time, and return its result."""
+    """Run `afn(config, chat_format)` in a new loop in which waiting takes no real time, and return its result."""
     with tempfile.TemporaryDirectory(prefix="prorl-simulation-") as folder:
-        make_tiny_model(Path(folder))  # the pipeline wants one; no simulated job reads or writes text
+        make_tiny_model(Path(folder))  # the pipeline needs a model; simulated jobs do not use text
         chat_format = ChatFormat.load(Path(folder))
     return trio.run(afn, config, chat_format, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -551,7 +549,7 @@ def _sources(
     trainer: _Trainer,
     engines: list[SimulatedEngine],
 ) -> list[UseSource]:
-    """Every resource that may run out, those first that a job meets first."""
+    """Return every resource that may run out, in the order in which jobs need them."""
     model, busy = config.engine, {stage.name: stage for stage in pipeline.stages}
     in_status, starts = trainer.in_status, config.sandbox.max_concurrent_starts
     return [

@@ -1,1 +1,1 @@
-"""What a task is: handlers run it, grading judges it, sets load its data."""
+"""Tasks: handlers run them, grading judges them, sets load their data."""

@@ -1,1 +1,1 @@
-"""Fakes, fault injection and contract suites. Product code: use it in your own tests."""
+"""Fakes, fault injection and contract suites. They are part of the product: use them in your own tests."""

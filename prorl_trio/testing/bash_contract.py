@@ -1,7 +1,7 @@
-"""The contract of the shell in every sandbox, as a table: sessions of commands and keys, and what comes of each.
+"""The contract of the shell in every sandbox, as a table of sessions: commands, keys, and expected results.
 
-Run all of them with `check_sessions`, or one with `check_session`, against any sandbox. Those for `any_shell` hold for
-an image's `sh` as well.
+Run all sessions with `check_sessions`, or one with `check_session`, against any sandbox. Sessions marked `any_shell`
+also apply to an image's `sh`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ UTF8_IN_PIECES: Final = r"for b in '\303' '\251' '\342' '\202' '\254'; do printf
 
 
 class Step(NamedTuple):
-    """A call and what it comes to.
+    """A call and its expected result.
 
     Attributes:
-        send: a command, or, as bytes, keys for the one that is still running.
-        output: the whole of it; None for any.
+        send: a command, or, as bytes, keys for the running command.
+        output: the complete output; None for any.
         exit_code: None if the command was stopped.
-        until: the command must go on after it has written this; `output` and `exit_code` are not looked at.
-        has: is somewhere in the output. Everything it wrote counts, since the step began.
-        timeout_s: after which it must be stopped.
-        restarted: the shell is lost with it.
+        until: the command must keep running after it has written this; `output` and `exit_code` are not checked.
+        has: must occur somewhere in the output since the beginning of the step.
+        timeout_s: the command must be stopped after this time.
+        restarted: the stop also ends the shell.
     """
 
     send: str | bytes
@@ -48,7 +48,10 @@ class Step(NamedTuple):
 
 
 class Session(NamedTuple):
-    """Steps in one shell, one after another. `needs`: a program or a device, without which there is nothing to see."""
+    """Steps in one shell, one after another.
+
+    `needs`: a required program or device; the session is skipped without it.
+    """
 
     name: str
     steps: tuple[Step, ...]
@@ -57,18 +60,17 @@ class Session(NamedTuple):
 
 
 class ProgramMissing(Exception):
-    """A session cannot be carried out: there is no such program or device as it needs."""
+    """A session cannot be run because a required program or device is missing."""
 
 
 async def check_sessions(sandboxes: Sequence[Sandbox], sessions: Iterable[Session]) -> list[str]:
-    """Carry all `sessions` out, shared among `sandboxes`: they mostly wait.
+    """Run all `sessions`, distributed over `sandboxes`, because they mostly wait.
 
     Returns:
-        The names of those that were left out, in order, because something is missing: compare it with what the image
-        is known to lack.
+        The names of the skipped sessions, in order. Compare them with the known gaps of the image.
 
     Raises:
-        AssertionError: some failed, with the step and what came of it for each.
+        AssertionError: some sessions failed; the message contains the step and the result of each.
     """
     waiting = list(sessions)[::-1]
     failures: list[str] = []
@@ -93,10 +95,10 @@ async def check_sessions(sandboxes: Sequence[Sandbox], sessions: Iterable[Sessio
 
 
 async def check_session(sandbox: Sandbox, session: Session) -> None:
-    """Carry `session` out in a fresh shell.
+    """Run `session` in a fresh shell.
 
     Raises:
-        AssertionError: with the step, and what came of it.
+        AssertionError: with the step and its result.
         ProgramMissing: nothing was done.
     """
     with trio.fail_after(2 * STEP_TIMEOUT_S):

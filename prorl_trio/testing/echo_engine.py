@@ -1,4 +1,4 @@
-"""An engine without a model that repeats what it was told last: to try a handler, not a policy."""
+"""An engine without a model that repeats the last message, for testing a handler without a policy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CONTEXT_TOKENS: Final = 64_000
 
 @asynccontextmanager
 async def open_echo_engine(folder: Path) -> AsyncIterator[str]:
-    """Serve at the URL that this yields; write the model's tokenizer and template to `folder`. A token is a byte."""
+    """Serve at the yielded URL; write the model's tokenizer and template to `folder`. A token is a byte."""
     tiny = make_tiny_model(folder)
 
     def sample(prompt: list[int]) -> tuple[list[int], list[float], FinishReason]:
         told, _, said = tiny.decode(prompt).rpartition(BEGIN)
         last = told.rstrip().removesuffix(END).rpartition("<|im_start|>")[2].partition("\n")[2]
-        ids = tiny.turn(last.replace("<|", "< |"))[len(said.encode()) :]  # a long turn is asked for in slices
+        ids = tiny.turn(last.replace("<|", "< |"))[len(said.encode()) :]  # a long turn is requested in slices
         return ids, [-1.0] * len(ids), "stop"
 
     config = FakeEngineConfig(

@@ -1,4 +1,4 @@
-"""The contract of engine clients with their engines. Run it over your own.
+"""The contract of engine clients with their engines. Run it on your own client.
 
     pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
@@ -53,27 +53,26 @@ NO_FORM = Guide("json", structural_tag([json_format({"type": "nothing-that-there
 TEST_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
 LOGPROB_TOLERANCE = 0.15
-"""Between two runs of a bfloat16 engine with batches of different shape."""
+"""Tolerance between two runs of a bfloat16 engine with different batch shapes."""
 
 
 class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine with what the contract needs to know.
+    """An engine with the data that the contract needs.
 
     Attributes:
-        client: made, not yet probed.
-        prompt_token_ids: a prompt that is answered at length.
-        end_of_turn_id: what ends a turn.
-        wait_running: returns when the number of completions that the engine has in the works, waiting ones included,
-            fulfils a condition.
-        count_finished: how many completions the engine has sampled to their own end, since it started.
-        certain_prompt_token_ids: a prompt that a greedy engine answers with at least 4 tokens and an end of turn, each
-            so far ahead of the next candidate that no rounding of a processor or a batch changes it, and one of the
-            first 4 with a probability below 0.7. None: `prompt_token_ids` is one.
+        client: created, but not yet probed.
+        prompt_token_ids: a prompt with a long answer.
+        end_of_turn_id: the token that ends a turn.
+        wait_running: waits until the number of completions in the engine, queued ones included, fulfils a condition.
+        count_finished: returns the number of completions that the engine has finished on its own since its start.
+        certain_prompt_token_ids: a prompt that a greedy engine answers with at least 4 tokens and an end of turn. Each
+            token must be far enough ahead of the next candidate that rounding cannot change it. One of the first 4 must
+            have a probability below 0.7. None: `prompt_token_ids` fulfils this.
         max_answer_tokens: enough for that answer.
         streams: the client can stream.
-        weights_folder: what it can load the weights from that it has; None: it loads none.
-        adapter_folder: where there is a LoRA adapter for it; None: it takes none.
-        tokenizer_file: the `tokenizer.json` of its model; None: it is not here to compare with.
+        weights_folder: a folder from which it can reload its current weights; None: it cannot load weights.
+        adapter_folder: a folder with a LoRA adapter for it; None: it does not support adapters.
+        tokenizer_file: the `tokenizer.json` of its model; None: it is not available for comparison.
     """
 
     client: EngineClient
@@ -116,7 +115,7 @@ class EngineContract:
             assert any(value < -1e-6 for value in completion.logprobs), "not one token was uncertain"
 
     async def test_logprobs_are_of_the_raw_distribution(self, engine: EngineUnderTest) -> None:
-        """Not of what `top_k` left of it: with one candidate left, the processed log-probability would be 0."""
+        """With `top_k` 1 the log-probability of the processed distribution would be 0."""
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             greedy = await _generate(engine, GREEDY, max_tokens=4)
@@ -126,7 +125,7 @@ class EngineContract:
             assert _distance(narrowed.logprobs, greedy.logprobs) < LOGPROB_TOLERANCE
 
     async def test_a_prefix_that_was_sampled_continues_the_same_way(self, engine: EngineUnderTest) -> None:
-        """The engine takes the ids as they are: no template, no added token, nothing re-tokenised."""
+        """The engine uses the ids unchanged: no template, no added token, no re-tokenisation."""
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             whole = await _generate(engine, GREEDY, max_tokens=4)
@@ -183,7 +182,7 @@ class EngineContract:
             assert len(completion.token_ids) == 1
 
     async def test_its_tokenizer_is_its_models_or_not_offered(self, engine: EngineUnderTest) -> None:
-        """Compare it as a node does, so that no engine of another model joins."""
+        """The comparison is the node's, which rejects engines of another model."""
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             ids = await engine.client.tokenize("A <tool_call> of 12?", timeout_s=CALL_TIMEOUT_S)
@@ -202,7 +201,7 @@ class EngineContract:
     async def test_a_completion_has_the_form_that_it_is_to_have_and_its_spans_say_so(
         self, engine: EngineUnderTest
     ) -> None:
-        """Or the engine says that it keeps to none, and refuses."""
+        """Otherwise the engine reports that it cannot enforce a grammar, and refuses."""
         with trio.fail_after(TEST_TIMEOUT_S):
             info = await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             try:
@@ -261,7 +260,10 @@ class EngineContract:
             assert (await _generate(engine, GREEDY, max_tokens=1)).token_ids
 
     async def test_weights_are_loaded_from_a_folder_or_not_at_all(self, engine: EngineUnderTest) -> None:
-        """Load the same weights again, which sample the same. A client that does not offer it says so, and goes on."""
+        """Reloading the same weights gives the same samples.
+
+        A client without this feature reports that, without side effects.
+        """
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             before = await _generate(engine, GREEDY, max_tokens=4)
@@ -277,7 +279,7 @@ class EngineContract:
             assert _distance(after.logprobs, before.logprobs) < LOGPROB_TOLERANCE
 
     async def test_an_adapter_is_used_from_when_it_is_told_or_never_loaded(self, engine: EngineUnderTest) -> None:
-        """A name that is there already is taken by the later adapter; one that is not is forgotten without an error."""
+        """A later adapter replaces an earlier one of the same name; unloading an unknown one is not an error."""
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             before = await _generate(engine, GREEDY, max_tokens=4)
@@ -319,9 +321,9 @@ class EngineContract:
                     assert array("f", seen.logprobs) == streamed.logprobs
 
     async def test_a_sink_that_has_enough_ends_the_completion_at_that_token(self, engine: EngineUnderTest) -> None:
-        """End a completion as a complete tool call does.
+        """The completion ends as after a complete tool call.
 
-        The engine goes on for a moment; nothing of that is in the completion.
+        The engine continues briefly; its later tokens are not in the completion.
         """
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
@@ -359,7 +361,7 @@ class EngineContract:
 
 
 class Streamed:
-    """A sink that keeps what it got, and has enough after so many tokens; None: never."""
+    """A sink that stores its tokens, and stops after a number of tokens; None: never."""
 
     def __init__(self, enough: int | None = None) -> None:
         self.token_ids: list[int] = []
@@ -368,7 +370,6 @@ class Streamed:
         self._enough = enough
 
     def take(self, token_ids: list[int], logprobs: list[float]) -> int | None:
-        """See `TokenSink`."""
         before = len(self.token_ids)
         self.token_ids += token_ids
         self.logprobs += logprobs
@@ -386,7 +387,7 @@ async def _generate(
     sink: TokenSink | None = None,
     guide: Guide | None = None,
 ) -> Completion:
-    """Complete `prompt`; without one, the engine's: the certain one where always the best token is taken."""
+    """Complete `prompt`; the default is the engine's prompt, or the certain one for greedy sampling."""
     if prompt is None:
         certain = sampling.temperature == 0 or sampling.top_k == 1
         prompt = _certain_prompt(engine) if certain else engine.prompt_token_ids

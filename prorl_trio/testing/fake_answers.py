@@ -1,4 +1,4 @@
-"""Answers of a fake engine on the wire, whole or streamed, and the faults that they may have."""
+"""Answers of a fake engine on the wire, whole or streamed, and their possible faults."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ if TYPE_CHECKING:
 
 Fault = Literal[
     "server_error",  # status 500
-    "reset_before_headers",  # the connection is reset, nothing of the answer sent
-    "reset_after_headers",  # the connection ends half-way through the body
+    "reset_before_headers",  # the connection is reset before any byte of the answer
+    "reset_after_headers",  # the connection ends in the middle of the body
     "hang",  # no answer until the client leaves
     "bad_json",  # status 200 and half a JSON document
     "drop_token_ids",
     "drop_logprobs",
-    "count_mismatch",  # one log-probability less than tokens
+    "count_mismatch",  # one log-probability fewer than tokens
     "usage_mismatch",  # the usage counts one token more
     "changed_prompt",  # the echoed prompt lacks its first token
     "nan_logprob",  # the literal NaN, which is not JSON
     "null_logprob",
     "clamped_logprob",  # -9999.0, vLLM's minus infinity
     "unknown_finish",
-    "engine_error",  # of a stream only: an error in the place of its second half
-    "repeated_event",  # of a stream only: its second event comes twice
-    "no_done",  # of a stream only: it ends as it should, but before the last event
+    "engine_error",  # only in a stream: an error instead of its second half
+    "repeated_event",  # only in a stream: its second event is repeated
+    "no_done",  # only in a stream: it ends properly, but before the last event
 ]
-"""The faults that one completion may have."""
+"""The possible faults of one completion."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 def sse(body: bytes) -> bytes:
-    """`body` as a server-sent event."""
+    """Return `body` as a server-sent event."""
     return b"data: " + body + b"\n\n"
 
 
 def error_answer(status: int, message: str) -> Answer:
-    """An error, as vLLM words it."""
+    """Return an error response with vLLM's wording."""
     return Answer(status, error_body(status, message))
 
 
 def error_body(status: int, message: str) -> bytes:
-    """The body of an error."""
+    """Return the body of an error response."""
     error = {"message": message, "type": "FakeEngineError", "param": None, "code": status}
     return msgspec.json.encode({"error": error})
 
 
 def completion_answer(request: FakeRequest, sampled: Sampled, fault: Fault | None) -> Answer:
-    """The whole of a completion, as `/v1/completions` answers."""
+    """Return a whole completion as answered by `/v1/completions`."""
     choice = _choice(request, sampled.token_ids, sampled.logprobs, sampled.finish_reason, fault, prompt=True)
     body = _faulty({"model": request.model, "choices": [choice], "usage": _usage(request, sampled, fault)}, fault)
     if fault == "reset_before_headers":
@@ -61,7 +61,10 @@ def completion_answer(request: FakeRequest, sampled: Sampled, fault: Fault | Non
 
 
 def completion_event(request: FakeRequest, sampled: Sampled, start: int, end: int, fault: Fault | None) -> bytes:
-    """Tokens `start` to `end` of a streamed completion. The last event has the finish reason, too."""
+    """Return the event for tokens `start` to `end` of a streamed completion.
+
+    The last event has the finish reason, too.
+    """
     reason = sampled.finish_reason if end == len(sampled.token_ids) else None
     ids, logprobs = sampled.token_ids[start:end], sampled.logprobs[start:end]
     choice = _choice(request, ids, logprobs, reason, fault, prompt=start == 0)
@@ -72,7 +75,7 @@ def completion_event(request: FakeRequest, sampled: Sampled, start: int, end: in
 
 
 def usage_event(request: FakeRequest, sampled: Sampled, fault: Fault | None) -> bytes:
-    """The engine's own count, which ends a stream."""
+    """Return the event with the engine's own count, which ends a stream."""
     return sse(_faulty({"model": request.model, "choices": [], "usage": _usage(request, sampled, fault)}, None))
 
 

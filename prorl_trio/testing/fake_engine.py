@@ -1,6 +1,6 @@
 """A vLLM look-alike for tests: a real HTTP server on loopback, with scripted tokens, latency and faults.
 
-It speaks the endpoints that `VllmClient` uses, and aborts a completion when its client disconnects, as vLLM does. It
+It offers the endpoints that `VllmClient` uses, and aborts a completion when its client disconnects, as vLLM does. It
 passes the same contract suite as the real server.
 
 Example:
@@ -46,11 +46,11 @@ TOKENIZER_CALLS = (("POST", "/tokenize"), ("POST", "/detokenize"))
 class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The server's description of itself, and its times: `first_token_s`, then `per_token_s` for each further token.
 
-    `development`: it can be paused, given other weights and told what they are called, as vLLM in development mode.
-    `adapters`: it takes LoRA adapters. `tokenizer_file`: the `tokenizer.json` of its model; empty: the server does not
-    offer its tokenizer. With one, and without a script, a completion that is to have a form has it;
-    a script of your own is to see to that itself.
-    A stream has `tokens_per_event` in each event: a real engine's has more where its client, or its core, is slow.
+    `development`: it supports pauses, new weights and names for weights, like vLLM in development mode. `adapters`: it
+    supports LoRA adapters. `tokenizer_file`: the `tokenizer.json` of its model; empty: the server does not expose its
+    tokenizer. With a tokenizer and without a script, completions obey the required grammar; a custom script must do
+    that itself. A stream has `tokens_per_event` in each event: a real engine's has more if its client or its core is
+    slow.
     """
 
     model: str = "fake-model"
@@ -70,8 +70,8 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of completions, faults and connections.
 
-    Completions that run, that ran at most at once, that are over, and of these those whose client left before the
-    answer; faults played; open connections.
+    They are the running completions, their maximum, the finished completions, and the aborted ones among these; the
+    injected faults; and the open connections.
     """
 
     running: int
@@ -86,15 +86,15 @@ _Fake = TypeVar("_Fake", bound="FakeEngine")
 
 
 class FakeEngine:
-    """The running server. Made by `open_fake_engine`.
+    """The running server. Created by `open_fake_engine`.
 
     Attributes:
-        paused: the mode of the pause in force, or None. It holds what comes while it is paused; with `abort` it answers
-            what runs with what it has.
-        weights: the folder of those it has now; empty after one failed to load.
-        bad_folders: what fails to load.
-        weight_version: what it was told last that they are called.
-        adapters: folders of the LoRA adapters that it has, by name.
+        paused: the mode of the current pause, or None. Requests are held during a pause; with `abort` it answers
+            running ones with their tokens so far.
+        weights: the folder of the current weights; empty after a failed load.
+        bad_folders: folders that fail to load.
+        weight_version: the last name given to the weights.
+        adapters: folders of the loaded LoRA adapters, by name.
     """
 
     paused: str | None = None
@@ -111,7 +111,7 @@ class FakeEngine:
         self.request_ids: deque[str] = deque(maxlen=1000)
         """Their `X-Request-Id` headers."""
         self.script_error: BaseException | None = None
-        """The exception that the script raised; it has ended the server."""
+        """The script's exception, which has ended the server."""
         self._fallback = default_script(config.vocab_size, config.end_of_turn_id)
         self._script = script or self._fallback
         self._faults: deque[Fault] = deque()
@@ -129,7 +129,6 @@ class FakeEngine:
 
     @property
     def stats(self) -> FakeEngineStatistics:
-        """A snapshot."""
         return FakeEngineStatistics(
             running=self._running,
             running_peak=self._running_peak,
@@ -140,11 +139,11 @@ class FakeEngine:
         )
 
     def inject(self, fault: Fault, times: int = 1) -> None:
-        """Play `fault` on the next `times` completions that have none yet; faults are played in order of injection."""
+        """Inject `fault` into the next `times` completions without a fault; faults are used in order of injection."""
         self._faults.extend([fault] * times)
 
     def hold(self) -> None:
-        """Answer no completion until `release`: they run meanwhile."""
+        """Answer no completion until `release`; completions keep running."""
         if self._gate.is_set():
             self._gate = trio.Event()
 
@@ -153,25 +152,25 @@ class FakeEngine:
         self._gate.set()
 
     def begin_pause(self, mode: str) -> None:
-        """Pause, as its API does."""
+        """Pause, as the API does."""
         self.paused = mode
         if mode == "abort":
             self.abort_all()
         self.hold()
 
     def end_pause(self) -> None:
-        """Resume, as its API does."""
+        """Resume, as the API does."""
         self.paused = None
         self.release()
 
     def abort_all(self) -> None:
-        """End all running completions now, with what they have, and finish reason `abort`."""
+        """End all running completions with their tokens so far and finish reason `abort`."""
         self._abort_rounds += 1
         for scope in self._sampling:
             scope.cancel()
 
     async def wait_until(self, condition: Callable[[FakeEngineStatistics], bool]) -> FakeEngineStatistics:
-        """Return the first statistics that fulfil `condition`, looked at after every change. Waits for ever."""
+        """Return the first statistics that fulfil `condition`, checked after every change. Waits without limit."""
         await trio.lowlevel.checkpoint()
         while not condition(self.stats):
             await self._changed.park()
@@ -180,7 +179,7 @@ class FakeEngine:
     # ------------------------------------------------------------ serving
 
     async def serve_connection(self, stream: trio.SocketStream) -> None:
-        """Serve one client. Over `MAX_CONNECTIONS` it is turned away."""
+        """Serve one client. Clients beyond `MAX_CONNECTIONS` are rejected."""
         if self._connections >= MAX_CONNECTIONS:
             await stream.aclose()
             return
@@ -195,7 +194,7 @@ class FakeEngine:
         if (call.method, call.path) == ("POST", "/v1/completions"):
             return await self._complete(call)
         await trio.lowlevel.checkpoint()
-        if call.path == "/inference/v1/generate":  # as vLLM without --enable-scale-out
+        if call.path == "/inference/v1/generate":  # like vLLM without --enable-scale-out
             return error_answer(403, "Scale-out endpoints are disabled.")
         config = self.config
         card = {"id": config.model, "object": "model", "root": config.model, "max_model_len": config.max_model_len}
@@ -247,7 +246,7 @@ class FakeEngine:
         return Answer(200, b"done", "text/plain")
 
     def _develop(self, path: str, mode: str, body: bytes) -> Answer:
-        """Answer calls that only a server in development mode offers. A pause does not wait for what runs."""
+        """Answer calls offered only in development mode. A pause does not wait for running completions."""
         told = msgspec.json.decode(body) if body else {}
         match path:
             case "/pause":
@@ -309,7 +308,7 @@ class FakeEngine:
 
     @contextmanager
     def _one_running(self) -> Iterator[None]:
-        """Around a completion: one that is left by an exception was aborted."""
+        """Count a completion; an exception that leaves the block marks it as aborted."""
         self._running += 1
         self._running_peak = max(self._running_peak, self._running)
         self._changed.unpark_all()
@@ -324,7 +323,7 @@ class FakeEngine:
             self._changed.unpark_all()
 
     async def _stream(self, request: FakeRequest, fault: Fault | None, send: Send) -> bool:
-        """Send a completion as it is sampled; True where the connection is to break in the middle of it."""
+        """Send a completion as it is sampled; return True if the connection must break in the middle."""
         with self._one_running():
             sampled, step, abort_rounds = self._run_script(request), self.config.tokens_per_event, self._abort_rounds
             for start in range(0, len(sampled.token_ids), step):
@@ -372,9 +371,9 @@ class FakeEngine:
         return ids, [-0.5] * len(ids), "stop"
 
     async def _take_time(self, sampled: Sampled, *, first: bool = True) -> Sampled:
-        """Return what is sampled in the time that it takes, or until `abort_all`.
+        """Return the sample after its simulated time, or at `abort_all`.
 
-        `first`: nothing was sampled before it.
+        `first`: it contains the first token.
         """
         per_token_s = self.config.per_token_s
         begin_s = self.config.first_token_s if first else per_token_s
@@ -400,12 +399,13 @@ async def open_fake_engine(
     config: FakeEngineConfig | None = None,
     port: int = 0,
 ) -> AsyncIterator[FakeEngine]:
-    """Serve on 127.0.0.1 until the block is left; then every connection is closed at once.
+    """Serve on 127.0.0.1 for the duration of the block; then every connection is closed at once.
 
     Args:
-        script: what is sampled; by default see `default_script`. What it raises ends the block, as the test's error.
-        config: what the server says of itself.
-        port: 0 takes a free one.
+        script: returns the sampled tokens; by default see `default_script`. Its exceptions end the block as the test's
+            error.
+        config: the server's description of itself.
+        port: 0 chooses a free port.
     """
     async with open_look_alike(FakeEngine, script, config, port) as engine:
         yield engine
@@ -415,7 +415,7 @@ async def open_fake_engine(
 async def open_look_alike(
     kind: type[_Fake], script: Script | None, config: FakeEngineConfig | None, port: int
 ) -> AsyncIterator[_Fake]:
-    """Serve a server that looks like another one. See `open_fake_engine`."""
+    """Serve a look-alike of another server. See `open_fake_engine`."""
     listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
     address = listeners[0].socket.getsockname()
     engine = kind(f"http://127.0.0.1:{address[1]}", config or FakeEngineConfig(), script)
@@ -426,5 +426,5 @@ async def open_look_alike(
                 yield engine
                 nursery.cancel_scope.cancel()
     finally:
-        if engine.script_error is not None:  # the cause of whatever else went wrong
+        if engine.script_error is not None:  # the root cause of any other error
             raise engine.script_error from None

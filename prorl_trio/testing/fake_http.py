@@ -36,16 +36,16 @@ class HttpCall(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """An answer to send back.
+    """An answer to send.
 
     Attributes:
         status: the HTTP status.
-        body: the whole of it.
+        body: the whole body.
         content_type: of the body.
-        cut: break off: `before_headers` resets the connection without having sent a byte, `after_headers` ends it after
-            the headers and half of the body.
-        stream: sends the body piece by piece, in place of `body`; cancelled if the client leaves. True: break off
-            there, without the end of the body.
+        cut: breaks off: `before_headers` resets the connection before the first byte, `after_headers` ends it after the
+            headers and half of the body.
+        stream: sends the body piece by piece, instead of `body`; it is cancelled if the client disconnects. If it
+            returns True, the connection breaks before the end of the body.
     """
 
     status: int
@@ -56,10 +56,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 async def serve_http(stream: trio.SocketStream, handle: Callable[[HttpCall], Awaitable[Answer]]) -> None:
-    """Answer the requests of one connection until either side ends it, or it is idle for `IDLE_TIMEOUT_S`.
+    """Answer the requests of one connection until either side closes it, or it is idle for `IDLE_TIMEOUT_S`.
 
-    `handle`, and what streams its answer, is cancelled if the client disconnects meanwhile. A broken connection, and
-    what is not HTTP, end the connection quietly. The caller closes the stream.
+    `handle` and the streaming of its answer are cancelled if the client disconnects. A broken connection or invalid
+    HTTP ends the connection quietly. The caller closes the stream.
     """
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
     await trio.lowlevel.checkpoint()
@@ -75,7 +75,7 @@ async def serve_http(stream: trio.SocketStream, handle: Callable[[HttpCall], Awa
 
 
 async def _receive_call(stream: trio.SocketStream, connection: h11.Connection) -> HttpCall | None:
-    """The next complete request, or None at the end of the connection."""
+    """Return the next complete request, or None at the end of the connection."""
     head: h11.Request | None = None
     body = bytearray()
     with trio.move_on_after(IDLE_TIMEOUT_S):
@@ -99,7 +99,7 @@ async def _receive_call(stream: trio.SocketStream, connection: h11.Connection) -
 async def _unless_left(
     stream: trio.SocketStream, connection: h11.Connection, work: Callable[[], Awaitable[_Result]]
 ) -> _Result | None:
-    """Return what `work` returns, or None if the client left before it did."""
+    """Return the result of `work`, or None if the client disconnects first."""
     result: _Result | None = None
     await trio.lowlevel.checkpoint()
 

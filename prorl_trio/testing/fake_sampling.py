@@ -1,4 +1,4 @@
-"""The sampling of a fake engine: a script's tokens, cut as the request asks; by default a deterministic "model"."""
+"""The sampling of a fake engine: a script's tokens, limited by the request; by default a deterministic "model"."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Script = Callable[[list[int]], tuple[list[int], list[float], FinishReason]]
 
 
 class FakeStreamOptions(msgspec.Struct, frozen=True):
-    """The parts of a stream that have the engine's own count: the last, and each."""
+    """Request the engine's own count in the last part of a stream, or in each part."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class FakeStructuredOutputs(msgspec.Struct, frozen=True):
-    """The form that a completion is to have, as JSON text."""
+    """The required grammar of a completion, as JSON text."""
 
     structural_tag: str
 
 
 class FakeRequest(msgspec.Struct, frozen=True):
-    """The fields of `POST /v1/completions` that a fake engine heeds; others are ignored."""
+    """The fields of `POST /v1/completions` that a fake engine uses; others are ignored."""
 
     model: str
     prompt: list[Annotated[int, msgspec.Meta(ge=0)]]
@@ -53,10 +53,10 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 def default_script(vocab_size: int, end_of_turn_id: int) -> Script:
-    """A "model" whose next token and log-probability depend on all ids before, and on nothing else.
+    """Return a "model" whose next token and log-probability depend only on all previous ids.
 
     So a prompt always has the same continuation, and continuing a continuation is consistent. One token in 16 ends the
-    turn. Ids 0 to 2, where special tokens usually are, are not sampled besides.
+    turn. Otherwise ids 0 to 2, which are usually special tokens, are never sampled.
     """
 
     def script(prompt_token_ids: list[int]) -> tuple[list[int], list[float], FinishReason]:
@@ -75,10 +75,10 @@ def default_script(vocab_size: int, end_of_turn_id: int) -> Script:
 
 
 def sample(request: FakeRequest, script: Script, fallback: Script) -> Sampled:
-    """The script's tokens, up to the first stop token (included) or `max_tokens`.
+    """Return the script's tokens, up to the first stop token (included) or `max_tokens`.
 
-    A request that ignores the end of turn, as a probe does, gets `fallback`'s tokens, on and on: a script that tells a
-    story turn by turn is not advanced by it.
+    A request that ignores the end of turn, such as a probe, gets tokens of `fallback` repeatedly, so that a
+    turn-by-turn script does not advance.
     """
     if request.ignore_eos:
         script = fallback
@@ -95,7 +95,7 @@ def sample(request: FakeRequest, script: Script, fallback: Script) -> Sampled:
 
 
 def short_instance(form: dict[str, Any]) -> str:
-    """Return a short text of a form of xgrammar's, of those that we use. Raises LookupError: it is none."""
+    """Return a short text for a supported xgrammar grammar. Raises LookupError for others."""
     match form["type"]:
         case "json_schema":
             return json.dumps(_short_value(form["json_schema"]))

@@ -1,7 +1,8 @@
 """A sandbox provider in memory: no process and no socket, so tests with trio's autojump clock can use it.
 
-It keeps the contract of the real ones (`sandbox_contract.CORE_CHECKS`) with a shell of a few words and a Python of a
-few expressions, and fails on request. Uploads and downloads read and write this machine's files in a thread, as ever.
+It fulfils the contract of the real providers (`sandbox_contract.CORE_CHECKS`), and fails on request. Its shell knows a
+few commands, and its Python a few expressions. Uploads and downloads read and write this machine's files in a thread,
+like the real providers.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ How = Literal["ended", "quiet", "timed_out"]
 
 
 class FakeShell:
-    """A shell of a few words.
+    """A shell with a few commands.
 
-    It knows `NAME=VALUE`, `echo WORDS` with `$NAME` and `$?`, `cd DIR`, `pwd`, `true`, `false`, `read NAME`, `sleep
-    SECONDS` and `exit CODE`, one command a line or after `;`.
+    It supports `NAME=VALUE`, `echo WORDS` with `$NAME` and `$?`, `cd DIR`, `pwd`, `true`, `false`, `read NAME`, `sleep
+    SECONDS` and `exit CODE`, one command per line or after `;`.
 
     Attributes:
-        cwd, exit_code: as the last command left them.
-        is_running: whether a command goes on.
+        cwd, exit_code: the state after the last command.
+        is_running: whether a command is running.
         restarted: whether the last command ended the shell.
     """
 
@@ -126,19 +127,22 @@ class FakeShell:
         return bool(self._lines)
 
     def begin(self, command: str) -> None:
-        """Lay `command` ready for `go_on`."""
+        """Prepare `command` for `go_on`."""
         self.restarted = False
         self._lines.extend(line.strip() for line in command.replace(";", "\n").splitlines())
 
     def type_keys(self, keys: bytes) -> None:
-        """C-c drops the command; anything else is for its `read`."""
+        """Drop the command on C-c; pass other keys to its `read`."""
         if _INTERRUPT_KEY in keys:
             self._drop(INTERRUPTED)
         else:
             self._typed += keys.decode(errors="replace")
 
     async def go_on(self, output: list[str], *, timeout_s: float, quiet_timeout_s: float | None) -> How:
-        """Run to the end, to the deadline, or until it waited for `quiet_timeout_s`. A cancel drops the command."""
+        """Run to the end, to the deadline, or until it has been quiet for `quiet_timeout_s`.
+
+        A cancel drops the command.
+        """
         deadline_s = trio.current_time() + timeout_s
         try:
             while self._lines and not self._lost.is_set():
@@ -163,7 +167,7 @@ class FakeShell:
         self._wake_s, self.exit_code = None, exit_code
 
     async def _waited(self, line: str, until_s: float) -> bool:
-        """Return whether what `line` waits for has come by then."""
+        """Return whether the event that `line` waits for happens by then."""
         word, _, rest = line.partition(" ")
         if word == "sleep":
             self._wake_s = self._wake_s or trio.current_time() + float(rest)
@@ -181,7 +185,7 @@ class FakeShell:
             await self._lost.wait()
 
     def _run_line(self, line: str, output: list[str]) -> bool:
-        """Run one simple command; False if it ended the shell."""
+        """Run one simple command; return False if it ended the shell."""
         word, _, rest = line.partition(" ")
         name, assigned, value = word.partition("=")
         rest = self._expand(rest)
@@ -213,7 +217,7 @@ class FakeShell:
 
 
 def cap_bytes(raw: bytes, max_bytes: int) -> tuple[bytes, int]:
-    """Return the head and the tail of an output that is too long, and how much was left out."""
+    """Return the head and the tail of an oversized output, and the number of omitted bytes."""
     if len(raw) <= max_bytes:
         return raw, 0
     head, tail = raw[: max_bytes // 2], raw[len(raw) - max_bytes // 2 :]
@@ -222,14 +226,14 @@ def cap_bytes(raw: bytes, max_bytes: int) -> tuple[bytes, int]:
 
 
 class _Upload(NamedTuple):
-    """A tree on its way in: where to, and the files so far, of which the last one is still growing."""
+    """An upload in progress: its target and the files so far, of which the last one is still growing."""
 
     path: str
     files: dict[str, bytes]
 
 
 class FakeFiles:
-    """Keeps files by absolute path, and no folders, modes or links.
+    """Stores files by absolute path, without folders, modes or links.
 
     Attributes:
         content: of each file.
@@ -241,7 +245,7 @@ class FakeFiles:
         self._downloads: dict[int, list[TreePart]] = {}
 
     def answer(self, request: SandboxCall) -> SandboxReply:
-        """Carry out a call that is about files."""
+        """Carry out a file call."""
         match request:
             case FileRead():
                 data = self._read(request.path)
@@ -270,7 +274,7 @@ class FakeFiles:
             raise IsADirectoryError(errno.EISDIR, path)
 
     def _edit(self, edit: EditFile) -> FileEdited:
-        """Know `view` of a whole file, `create` and `str_replace`."""
+        """Support `view` of a whole file, `create` and `str_replace`."""
         known = edit.path in self.content
         text = self.content.get(edit.path, b"").decode()
         match edit.command:
@@ -341,14 +345,14 @@ def _take(upload: _Upload, part: TreePart) -> None:
 
 
 class FakePython:
-    """A session of Python: its names, and the number of cells so far."""
+    """A Python session: its names, and the number of cells so far."""
 
     def __init__(self) -> None:
         self._names: dict[str, float | str | None] = {}
         self._execution_count = 0
 
     def run(self, request: IpythonRun) -> CellResult:
-        """Run a cell to its end, which takes no time."""
+        """Run a cell to its end; it takes no simulated time."""
         self._execution_count += 1
         printed: list[str] = []
         value: float | str | None = None
@@ -407,11 +411,11 @@ class FakeProvider(SandboxProvider):
     """Starts `FakeSandbox`es.
 
     Attributes:
-        start_s: how long each start takes, on trio's clock.
-        failures: raised by the next starts, first to first.
-        live: those that are open now.
-        opened_total: starts that succeeded.
-        close_gate: ends wait for it, shielded; set at first.
+        start_s: duration of each start, on trio's clock.
+        failures: raised by the next starts, in order.
+        live: the open sandboxes.
+        opened_total: number of successful starts.
+        close_gate: closing waits for it, shielded; initially set.
     """
 
     name: ClassVar[str] = "fake"
@@ -457,15 +461,15 @@ class FakeProvider(SandboxProvider):
 
 
 class FakeSandbox(Sandbox):
-    """State in dictionaries. `lose` ends it as a crash would.
+    """A sandbox whose state is in dictionaries. `lose` ends it like a crash.
 
     Attributes:
-        actions: what was asked of it, in order.
-        files: the content of each, by absolute path.
-        call_gate: calls wait for it; set at first.
+        actions: the requested actions, in order.
+        files: the content of each file by absolute path.
+        call_gate: calls wait for it; initially set.
 
-    bash is a `FakeShell`, IPython a `FakePython`, files are `FakeFiles`. `exec` knows the programs `true`, `false`,
-    `echo WORDS`, `cat` and `sleep SECONDS`, and no other user.
+    bash is a `FakeShell`, IPython a `FakePython`, files are `FakeFiles`. `exec` supports the programs `true`, `false`,
+    `echo WORDS`, `cat` and `sleep SECONDS`, and only the default user.
     """
 
     def __init__(self, sandbox_id: str, env: dict[str, str]) -> None:
@@ -482,7 +486,7 @@ class FakeSandbox(Sandbox):
         self._inputs: dict[int, tuple[trio.MemorySendChannel[ExecInput], trio.MemoryReceiveChannel[ExecInput]]] = {}
 
     def lose(self, reason: str) -> None:
-        """Every call from now on, and the one going on, raises `SandboxLost`."""
+        """Make the current call and every later call raise `SandboxLost`."""
         self._why_lost = self._why_lost or f"sandbox {self.sandbox_id} is gone: {reason}"
         self._lost.set()
 
@@ -618,7 +622,7 @@ def _check_program(request: Exec) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Give errors the cause that those of a real sandbox have."""
+    """Set the cause of errors as a real sandbox does."""
     try:
         yield
     except (OSError, ValueError) as exc:
@@ -626,7 +630,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _files_of(layers: Sequence[str]) -> dict[str, bytes]:
-    """The content of each file in `layers`, where a later one hides an earlier one's."""
+    """Return the content of each file in `layers`; later layers hide earlier ones."""
     folders = locate_root("host", layers).layers
     check_host_layers(folders)
     files = ((folder, path) for folder in folders for path in folder.rglob("*") if path.is_file())
@@ -634,7 +638,7 @@ def _files_of(layers: Sequence[str]) -> dict[str, bytes]:
 
 
 def _file_action(request: SandboxCall) -> str:
-    """The name of what begins with this call; empty if it only goes on."""
+    """Return the name of the action that begins with this call; empty if it continues one."""
     match request:
         case FileRead(path=path, offset=0):
             return f"read {path}"

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from prorl_trio.search.backend import Document
 
 HANG = Answer(0, b"")
-"""Put into `FakeSearchServer.faults`: no answer to the next request until the client leaves."""
+"""Put this into `FakeSearchServer.faults`: the next request is not answered until the client disconnects."""
 
 
 class FakeSearchServer(abc.ABC):
-    """A running server, which finds the documents that have a word of the query, most words first.
+    """A running server that finds the documents containing a word of the query, most matching words first.
 
     Attributes:
         url: of its endpoint.
-        queries: those that came, in order.
-        faults: the answers to the next requests, in place of its own.
+        queries: the received queries, in order.
+        faults: the answers to the next requests, instead of its own.
         fails_at: a query with this word is answered with status 500; empty for none.
         down: every request is answered with status 503.
     """
@@ -52,7 +52,7 @@ class FakeSearchServer(abc.ABC):
         self._key = key
 
     async def serve_connection(self, stream: trio.SocketStream) -> None:
-        """Answer the requests of one connection."""
+        """Answer the requests on one connection."""
         async with stream:
             await serve_http(stream, self._answer)
 
@@ -87,7 +87,7 @@ class FakeSearchServer(abc.ABC):
 
     @abc.abstractmethod
     def _read(self, asked: dict[str, Any]) -> tuple[str, int]:
-        """Return the query and the number of results asked for. Raises KeyError, ValueError."""
+        """Return the query and the requested number of results. Raises KeyError, ValueError."""
 
     @abc.abstractmethod
     def _body(self, found: list[tuple[Document, float]]) -> object:
@@ -154,13 +154,13 @@ async def _serve(
 
 @asynccontextmanager
 async def open_fake_retrieve(documents: Sequence[Document], *, key: str = "") -> AsyncIterator[FakeSearchServer]:
-    """Serve a `FakeRetrieve` on a free port of 127.0.0.1 for the block; with `key`, to those who know it."""
+    """Serve a `FakeRetrieve` on a free port of 127.0.0.1 for the block; requests must contain `key` if given."""
     async with _serve(FakeRetrieve, documents, key) as server:
         yield server
 
 
 @asynccontextmanager
 async def open_fake_tavily(documents: Sequence[Document], *, key: str = "tvly-key") -> AsyncIterator[FakeSearchServer]:
-    """Serve a `FakeTavily` on a free port of 127.0.0.1 for the block, to those who know `key`."""
+    """Serve a `FakeTavily` on a free port of 127.0.0.1 for the block; requests must contain `key`."""
     async with _serve(FakeTavily, documents, key) as server:
         yield server

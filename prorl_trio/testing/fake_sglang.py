@@ -1,4 +1,4 @@
-"""An SGLang look-alike for tests: the fake engine behind SGLang's documented endpoints. Not checked against a real one.
+"""An SGLang look-alike for tests: the fake engine behind SGLang's documented API. Not checked against a real server.
 
 Example:
     async with open_fake_sglang() as engine:
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class FakeSglang(FakeEngine):
-    """The running server. What is sampled, held, aborted and counted is the fake engine's.
+    """The running server. Sampling, holding, aborting and counting come from the fake engine.
 
     Attributes:
-        weight_version: what `/update_weight_version` said last. Each answer and event tells it.
-        incremental: events have the new tokens only, as with `--incremental-streaming-output`; else all so far. `ids`:
-            only the ids are new ones, as with the older `--stream-output`.
+        weight_version: the last value from `/update_weight_version`. It is in each answer and event.
+        incremental: events contain only new tokens, as with `--incremental-streaming-output`; otherwise all tokens so
+            far. `ids`: only the ids are new ones, as with the older `--stream-output`.
     """
 
     incremental: bool | Literal["ids"] = False
@@ -93,7 +93,7 @@ class FakeSglang(FakeEngine):
             return answer
         try:
             completion = msgspec.json.decode(answer.body)
-        except msgspec.DecodeError:  # a fault that was injected
+        except msgspec.DecodeError:  # an injected fault
             return answer
         return msgspec.structs.replace(answer, body=msgspec.json.encode(self._as_sglang(completion)))
 

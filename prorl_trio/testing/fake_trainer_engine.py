@@ -1,4 +1,4 @@
-"""A trainer's own engine for tests, as a ProRL Agent server's client expects it: the fake engine behind `/generate`.
+"""A trainer's own engine for tests, with the API of a ProRL Agent server: the fake engine behind `/generate`.
 
 Example:
     async with open_fake_trainer_engine() as engine:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class FakeTrainerEngine(FakeEngine):
-    """The running server. What is sampled, held, aborted and counted is the fake engine's; it knows `/generate` only.
+    """The running server, with only `/generate`. Sampling, holding, aborting and counting come from the fake engine.
 
     Attributes:
-        tells_logprobs: its answers have them.
+        tells_logprobs: its answers contain log-probabilities.
     """
 
     tells_logprobs: bool = True
@@ -46,7 +46,7 @@ class FakeTrainerEngine(FakeEngine):
         answer = await self._complete(as_vllm)
         try:
             choice = msgspec.json.decode(answer.body)["choices"][0]
-        except (msgspec.DecodeError, KeyError):  # an error, or a fault that was injected
+        except (msgspec.DecodeError, KeyError):  # an error or an injected fault
             return answer
         logprobs = choice["logprobs"] if self.tells_logprobs else None
         told = {"response_ids": choice["token_ids"], "logprobs": logprobs and logprobs["token_logprobs"]}

@@ -1,4 +1,4 @@
-"""The base of the sandbox contract's checks: a sandbox to check, and proof that nothing is left of it."""
+"""The base of the sandbox contract's checks: a sandbox to check, and a check that it is completely removed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 
 
 def mounts_of_sandboxes() -> frozenset[str]:
-    """Return the lines of /proc/self/mounts, without the namespaces that no rootless sandbox can have made.
+    """Return the lines of /proc/self/mounts, without namespaces that a rootless sandbox cannot have created.
 
-    A namespace is kept by a mount, as `ip netns add` and Docker do. It belongs to the user namespace in which it was
-    made, and a sandbox makes its own in a user namespace of its own. So one that belongs to ours, or to one above it,
-    is another program's. Whatever cannot be told for certain is in the answer.
+    A mount keeps a namespace alive, as with `ip netns add` and Docker. It belongs to the user namespace in which it was
+    created, and each sandbox has its own user namespace. So a namespace that belongs to ours, or to a parent of ours,
+    belongs to another program. In doubt, the line is included.
     """
     lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     return frozenset(line for line in lines if not _is_namespace_of_a_stranger(line))
@@ -69,7 +69,7 @@ def _is_namespace_of_a_stranger(line: str) -> bool:
 
 
 class Contract(NamedTuple):
-    """The provider to check. `base` is its `runtime_dir`, empty, and used by nobody else."""
+    """The provider to check. `base` is its `runtime_dir`, which is empty and used only by it."""
 
     provider: SandboxProvider
     base: Path
@@ -77,7 +77,7 @@ class Contract(NamedTuple):
 
 @asynccontextmanager
 async def checked_sandbox(contract: Contract, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-    """A sandbox to look at, and afterwards proof that nothing is left of it."""
+    """Open a sandbox for a check, and verify afterwards that it is completely removed."""
     with trio.fail_after(CHECK_TIMEOUT_S):
         before = traces(contract.base)
         async with contract.provider.open_sandbox(spec or SandboxSpec()) as sandbox:
@@ -86,7 +86,7 @@ async def checked_sandbox(contract: Contract, spec: SandboxSpec | None = None) -
 
 
 class Traces(NamedTuple):
-    """The traces of sandboxes: below this process, on this machine, in `base`."""
+    """The traces of sandboxes: processes below this one, mounts on this machine, files in `base`, open fds."""
 
     processes: frozenset[str]
     mounts: frozenset[str]
@@ -95,7 +95,7 @@ class Traces(NamedTuple):
 
 
 def traces(base: Path) -> Traces:
-    """Return the traces that there are now."""
+    """Return the current traces."""
     return Traces(
         frozenset(f"{process.pid} {command_of(process.pid)}" for process in descendants(os.getpid())),
         mounts_of_sandboxes(),
@@ -105,7 +105,7 @@ def traces(base: Path) -> Traces:
 
 
 def assert_no_more(before: Traces, after: Traces) -> None:
-    """Nothing came to be between the two that is still there."""
+    """Assert that nothing created between the two remains."""
     assert after.processes <= before.processes, f"processes left: {after.processes - before.processes}"
     assert after.mounts <= before.mounts, f"mounts left: {after.mounts - before.mounts}"
     assert after.files <= before.files, f"files left: {after.files - before.files}"
@@ -113,7 +113,7 @@ def assert_no_more(before: Traces, after: Traces) -> None:
 
 
 def command_of(pid: int) -> str:
-    """Its command line; empty if it is gone."""
+    """Return the command line of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -121,14 +121,14 @@ def command_of(pid: int) -> str:
 
 
 async def bash(sandbox: Sandbox, command: str) -> str:
-    """The output of a command that must not fail."""
+    """Return the output of a command that must succeed."""
     result = await sandbox.bash(command, timeout_s=ACTION_TIMEOUT_S)
     assert result.exit_code == 0, f"{command!r} exited with {result.exit_code}: {result.output}"
     return result.output.strip()
 
 
 async def raises(kind: type[E], action: Awaitable[object]) -> E:
-    """The exception of `kind` that `action` must raise."""
+    """Return the exception of `kind` that `action` must raise."""
     try:
         await action
     except kind as exc:
@@ -137,14 +137,14 @@ async def raises(kind: type[E], action: Awaitable[object]) -> E:
 
 
 async def open_and_close(contract: Contract, spec: SandboxSpec) -> None:
-    """A sandbox of which nothing is asked."""
+    """Open a sandbox without using it."""
     async with contract.provider.open_sandbox(spec):
         pass
 
 
 @contextmanager
 def planted_secret() -> Iterator[str]:
-    """A secret in the environment of this process."""
+    """Put a secret into the environment of this process."""
     secret = f"planted-{secrets.token_hex(8)}"
     os.environ["PRORL_PLANTED"] = secret
     try:

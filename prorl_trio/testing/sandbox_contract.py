@@ -1,9 +1,9 @@
-"""The contract of sandbox providers, as checks that anyone can run against theirs.
+"""The contract of sandbox providers, as checks that you can run on your own provider.
 
-`CORE_CHECKS` hold for any provider, also an in-memory fake; `PROCESS_CHECKS` for those that start processes here;
-`ISOLATION_CHECKS` for those that say `isolated`, `LAYER_CHECKS` for those that say `has_layers` and `NO_LAYER_CHECKS`
-for the others. A check takes a `Contract` and raises AssertionError. Each has its own
-deadline. They use what a sandbox itself offers, so they hold for whatever is inside.
+`CORE_CHECKS` apply to any provider, including an in-memory fake, and `PROCESS_CHECKS` to providers that start processes
+here. `ISOLATION_CHECKS` apply if `isolated` is set, `LAYER_CHECKS` if `has_layers` is set, and `NO_LAYER_CHECKS`
+otherwise. A check takes a `Contract` and raises AssertionError. Each has its own deadline. They use only the sandbox's
+own features, so they apply to any image.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def check_bash_keeps_state(contract: Contract) -> None:
 
 
 async def check_exit_code_is_a_result(contract: Contract) -> None:
-    """A command that fails is no error."""
+    """A command that fails is not an error."""
     async with checked_sandbox(contract) as sandbox:
         assert (await sandbox.bash("false", timeout_s=ACTION_TIMEOUT_S)).exit_code == 1
         assert (await sandbox.bash("true", timeout_s=ACTION_TIMEOUT_S)).exit_code == 0
@@ -68,7 +68,7 @@ async def check_exit_code_is_a_result(contract: Contract) -> None:
 
 
 async def check_bash_timeout(contract: Contract) -> None:
-    """A command that does not end in time is ended, and the sandbox lives on."""
+    """A command that exceeds its time is stopped, and the sandbox stays usable."""
     async with checked_sandbox(contract) as sandbox:
         result = await sandbox.bash("echo before\nsleep 3600", timeout_s=0.3)
         assert result.timed_out
@@ -77,13 +77,13 @@ async def check_bash_timeout(contract: Contract) -> None:
 
 
 async def check_environment_is_as_specified(contract: Contract) -> None:
-    """Variables of the spec reach the tools."""
+    """Variables of the spec are set for the tools."""
     async with checked_sandbox(contract, SandboxSpec(env={"FLAVOUR": "vanilla"})) as sandbox:
         assert await bash(sandbox, "echo $FLAVOUR") == "vanilla"
 
 
 async def check_ipython_keeps_state(contract: Contract) -> None:
-    """Names persist, the last expression is the result, an exception is a result too, a restart forgets."""
+    """Names persist, the last expression is the result, an exception is a result too, a restart clears the state."""
     async with checked_sandbox(contract) as sandbox:
         first = await sandbox.ipython("x = 41", timeout_s=ACTION_TIMEOUT_S)
         assert (first.result, first.error) == (None, None)
@@ -99,7 +99,7 @@ async def check_ipython_keeps_state(contract: Contract) -> None:
 
 
 async def check_unknown_kernel(contract: Contract) -> None:
-    """A Jupyter kernel that is not there is refused by its name; the sandbox and its own shell live on."""
+    """A missing Jupyter kernel is refused by name; the sandbox and its own shell stay usable."""
     async with checked_sandbox(contract) as sandbox:
         await sandbox.ipython("x = 41", timeout_s=ACTION_TIMEOUT_S)
         error = await raises(
@@ -111,7 +111,7 @@ async def check_unknown_kernel(contract: Contract) -> None:
 
 
 async def check_files_round_trip(contract: Contract) -> None:
-    """5 MB come back bit for bit; what cannot be read says so as a file would."""
+    """5 MB are returned bit for bit; unreadable files give the same errors as ordinary file access."""
     content = os.urandom(5 * 1024 * 1024)
     async with checked_sandbox(contract) as sandbox:
         folder = f"/tmp/files-{secrets.token_hex(4)}"
@@ -125,11 +125,11 @@ async def check_files_round_trip(contract: Contract) -> None:
         await raises(IsADirectoryError, sandbox.read_file(folder))
         await raises(ValueError, sandbox.read_file(path, max_bytes=2))
         await raises(ValueError, sandbox.read_file("three"))
-        await sandbox.bash(f"rm -r {folder}", timeout_s=ACTION_TIMEOUT_S)  # not every provider has a /tmp of its own
+        await sandbox.bash(f"rm -r {folder}", timeout_s=ACTION_TIMEOUT_S)  # some providers share /tmp
 
 
 async def check_exec_is_one_shot(contract: Contract) -> None:
-    """A program's streams come apart and exact, its exit code and its timeout are results, an unknown one is not."""
+    """A program's streams are separate and exact. Exit codes and timeouts are results; an unknown program is not."""
     async with checked_sandbox(contract) as sandbox:
         echoed = await sandbox.exec(["echo", "two  words"], timeout_s=ACTION_TIMEOUT_S)
         assert (echoed.exit_code, echoed.stdout, echoed.stderr) == (0, b"two  words\n", b"")
@@ -143,7 +143,7 @@ async def check_exec_is_one_shot(contract: Contract) -> None:
 
 
 async def check_editor(contract: Contract) -> None:
-    """An agent's editor creates once, replaces what is there exactly once, and says what it did not do."""
+    """An agent's editor creates a file once, replaces a unique text, and reports a failed edit."""
     async with checked_sandbox(contract) as sandbox:
         path = f"/tmp/edited-{secrets.token_hex(4)}"
         assert (await sandbox.edit_file(EditFile(command="create", path=path, file_text="a\nb\nb\n"))).ok
@@ -154,17 +154,17 @@ async def check_editor(contract: Contract) -> None:
         assert viewed.ok
         assert viewed.output.endswith("     1\tx\n     2\tb\n     3\tb\n")
         assert await sandbox.read_file(path) == b"x\nb\nb\n"
-        await sandbox.bash(f"rm {path}", timeout_s=ACTION_TIMEOUT_S)  # not every provider has a /tmp of its own
+        await sandbox.bash(f"rm {path}", timeout_s=ACTION_TIMEOUT_S)  # some providers share /tmp
         assert not (await sandbox.edit_file(EditFile(command="view", path="/tmp/none"))).ok
 
 
 async def check_folders_travel(contract: Contract) -> None:
-    """A folder goes in and comes out with its files bit for bit; what is there is not overwritten unless told so."""
+    """A folder is uploaded and downloaded bit for bit; existing files are overwritten only on request."""
     async with checked_sandbox(contract) as sandbox:
         remote = f"/tmp/tree-{secrets.token_hex(4)}"
         with tempfile.TemporaryDirectory() as scratch:
             await _travel(sandbox, Path(scratch), remote)
-        await sandbox.bash(f"rm -r {remote}", timeout_s=ACTION_TIMEOUT_S)  # not every provider has a /tmp of its own
+        await sandbox.bash(f"rm -r {remote}", timeout_s=ACTION_TIMEOUT_S)  # some providers share /tmp
 
 
 async def _travel(sandbox: Sandbox, scratch: Path, remote: str) -> None:
@@ -196,7 +196,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 async def check_output_is_capped(contract: Contract) -> None:
-    """Keep the first and the last part of a long output, and count what is missing."""
+    """A long output is reduced to its first and last part, with a count of the omitted bytes."""
     async with checked_sandbox(contract) as sandbox:
         words = " ".join(f"word{i}" for i in range(2000))
         result = await sandbox.bash(f"echo {words}", timeout_s=ACTION_TIMEOUT_S, max_output_bytes=1000)
@@ -207,7 +207,7 @@ async def check_output_is_capped(contract: Contract) -> None:
 
 
 async def check_commands_that_go_on(contract: Contract) -> None:
-    """A silent command is handed back running, takes input and C-c, and keeps others out; a restart ends it."""
+    """A silent command is returned while running, accepts input and C-c, and blocks others; a restart ends it."""
     async with checked_sandbox(contract) as sandbox:
         result = await sandbox.bash("read name; echo got $name", timeout_s=ACTION_TIMEOUT_S, quiet_timeout_s=0.2)
         assert (result.running, result.exit_code) == (True, None)
@@ -224,7 +224,7 @@ async def check_commands_that_go_on(contract: Contract) -> None:
 
 
 async def check_closed_is_lost(contract: Contract) -> None:
-    """After the block every call raises SandboxLost, again and again."""
+    """After the block every call raises SandboxLost, repeatedly."""
     async with checked_sandbox(contract) as sandbox:
         pass
     with trio.fail_after(ACTION_TIMEOUT_S):
@@ -233,7 +233,7 @@ async def check_closed_is_lost(contract: Contract) -> None:
 
 
 async def check_error_in_the_block(contract: Contract) -> None:
-    """An error of the user's own comes out as it is, and the sandbox is gone."""
+    """The user's own error propagates unchanged, and the sandbox is gone."""
     error = RuntimeError("the user's own")
 
     async def fail() -> None:
@@ -248,7 +248,7 @@ async def check_error_in_the_block(contract: Contract) -> None:
 
 
 async def check_unusable_image(contract: Contract) -> None:
-    """The reason is in the message, and nothing is left."""
+    """The message contains the reason, and nothing remains."""
     with trio.fail_after(CHECK_TIMEOUT_S):
         before = traces(contract.base)
         error = await raises(SandboxUnavailable, open_and_close(contract, SandboxSpec(image="/does/not/exist")))
@@ -257,7 +257,7 @@ async def check_unusable_image(contract: Contract) -> None:
 
 
 async def check_one_action_at_a_time(contract: Contract) -> None:
-    """Concurrent actions wait for each other, and all get their own answer."""
+    """Concurrent actions wait for each other, and each gets its own answer."""
     async with checked_sandbox(contract) as sandbox:
         answers: dict[int, str] = {}
 
@@ -271,7 +271,7 @@ async def check_one_action_at_a_time(contract: Contract) -> None:
 
 
 async def check_two_at_once(contract: Contract) -> None:
-    """Two sandboxes do not see each other's state."""
+    """Two sandboxes do not share state."""
     async with checked_sandbox(contract) as first, contract.provider.open_sandbox(SandboxSpec()) as second:
         assert first.sandbox_id != second.sandbox_id
         await bash(first, "who=first")
@@ -281,7 +281,7 @@ async def check_two_at_once(contract: Contract) -> None:
 
 
 async def check_cancelled_call(contract: Contract) -> None:
-    """A cancelled command has ended when the call returns; the sandbox is usable, or lost for good."""
+    """A cancelled command has ended when the call returns; the sandbox is then usable or permanently lost."""
     async with checked_sandbox(contract) as sandbox:
         await bash(sandbox, "true")
         with trio.move_on_after(0.2) as scope:
@@ -318,7 +318,7 @@ CORE_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
 
 @contextmanager
 def _layers(**files: dict[str, str]) -> Iterator[dict[str, Path]]:
-    """Folders by name, each with these files."""
+    """Create folders by name, each with these files."""
     with tempfile.TemporaryDirectory(prefix="prorl-layers-") as scratch:
         folders = {}
         for name, content in files.items():
@@ -336,7 +336,7 @@ def _spec(*layers: Path) -> SandboxSpec:
 
 
 async def check_layers_lie_in_order(contract: Contract) -> None:
-    """All layers are seen; of a file that two of them have, the later one is."""
+    """All layers are visible; a later layer hides files of an earlier one."""
     environment = {"opt/env/lib/a": "a", "testbed/both": "environment"}
     repository = {"testbed/own": "own", "testbed/both": "repository"}
     with _layers(environment=environment, repository=repository) as folders:
@@ -351,7 +351,7 @@ async def check_layers_lie_in_order(contract: Contract) -> None:
 
 
 async def check_layers_are_read_only(contract: Contract) -> None:
-    """Changes are seen inside, and by nobody else: neither on the host nor in another sandbox."""
+    """Changes are visible only inside: neither on the host nor in another sandbox."""
     with _layers(repository={"testbed/file": "before", "testbed/other": "other"}) as folders:
         spec = _spec(folders["repository"])
         async with checked_sandbox(contract, spec) as sandbox:
@@ -368,7 +368,7 @@ async def check_layers_are_read_only(contract: Contract) -> None:
 
 
 async def check_uploads_over_layers(contract: Contract) -> None:
-    """An upload replaces files and folders of a layer as a whole, as any other, and goes beside them."""
+    """An upload replaces files and folders of a layer as a whole, and can be placed next to them."""
     layer = {
         "testbed/repo/old": "old",
         "testbed/repo/in/old": "old",
@@ -379,7 +379,7 @@ async def check_uploads_over_layers(contract: Contract) -> None:
     options = TransferOptions(overwrite=True)
     with _layers(repository=layer, new=new, out={}) as folders:
         async with checked_sandbox(contract, _spec(folders["repository"])) as sandbox:
-            # Beside the layer's, over it, and over what came of that.
+            # Next to the layer's file, over it, and over the result.
             for number, remote in enumerate(("/testbed/other", "/testbed/repo", "/testbed/repo")):
                 await sandbox.upload(folders["new"], remote, options=options)
                 await sandbox.download(remote, folders["out"] / f"{number}")
@@ -393,7 +393,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 async def check_missing_layers(contract: Contract) -> None:
-    """A folder or a digest that is not there, and what is neither, is refused by its name."""
+    """A missing folder or digest, or an invalid layer, is refused by name."""
     unknown = f"sha256:{'0' * 64}"
     with trio.fail_after(CHECK_TIMEOUT_S):
         for layer in ("/no/such/layer", unknown, "a-name"):
@@ -402,7 +402,7 @@ async def check_missing_layers(contract: Contract) -> None:
 
 
 async def check_what_layers_cannot_cover(contract: Contract) -> None:
-    """The userland of `host`, and what a launcher would run before the daemon, are refused by their names."""
+    """The userland of `host`, and files that a launcher would execute before the daemon, are refused by name."""
     with trio.fail_after(CHECK_TIMEOUT_S), _layers(x={"usr/bin/x": ""}, y={".singularity.d/env/x.sh": ""}) as folders:
         for name, covered in (("x", "/usr"), ("y", "/.singularity.d")):
             error = await raises(SandboxUnavailable, open_and_close(contract, _spec(folders[name])))
@@ -411,7 +411,7 @@ async def check_what_layers_cannot_cover(contract: Contract) -> None:
 
 
 async def check_layers_are_refused(contract: Contract) -> None:
-    """A provider without layers says so, instead of starting a sandbox that lacks them."""
+    """A provider without layers reports that, instead of starting a sandbox without them."""
     with trio.fail_after(CHECK_TIMEOUT_S), _layers(x={"testbed/x": ""}) as folders:
         error = await raises(SandboxUnavailable, open_and_close(contract, _spec(folders["x"])))
         assert str(folders["x"]) in str(error)
@@ -425,14 +425,14 @@ LAYER_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_missing_layers,
     check_what_layers_cannot_cover,
 )
-"""For providers that say `has_layers`."""
+"""For providers with `has_layers`."""
 
 NO_LAYER_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (check_layers_are_refused,)
-"""For the others."""
+"""For providers without `has_layers`."""
 
 
 async def check_own_processes_only(contract: Contract) -> None:
-    """A PID namespace of its own, without capabilities, and no secret of this process in any environment inside."""
+    """A sandbox has its own PID namespace, without capabilities. No environment inside contains our secrets."""
     with planted_secret() as secret:
         async with checked_sandbox(contract) as sandbox:
             assert int(await bash(sandbox, "ls -d /proc/[0-9]* | wc -l")) < 15
@@ -442,7 +442,7 @@ async def check_own_processes_only(contract: Contract) -> None:
 
 
 async def check_no_network(contract: Contract) -> None:
-    """The host's loopback and its abstract sockets cannot be reached; with `network`, they can."""
+    """The host's loopback and abstract sockets are unreachable; with `network` they are reachable."""
     probe = (
         "import socket, sys\n"
         "for family, address in ((socket.AF_INET, ('127.0.0.1', {port})), (socket.AF_UNIX, '\\0{abstract}')):\n"
@@ -462,7 +462,7 @@ async def check_no_network(contract: Contract) -> None:
 
 
 async def check_a_port_of_its_own(contract: Contract) -> None:
-    """Who listens on a port of a sandbox's own network is asked by that sandbox, and by nobody else."""
+    """A server on a port of a sandbox's own network is reachable only from that sandbox."""
     ask = "import socket; print(socket.create_connection(('127.0.0.1', {port}), timeout=5).recv(5))"
     async with checked_sandbox(contract) as sandbox, contract.provider.open_sandbox(SandboxSpec()) as other:
         listener = await sandbox.open_port()
@@ -481,7 +481,7 @@ async def check_a_port_of_its_own(contract: Contract) -> None:
 
 
 async def check_host_is_invisible(contract: Contract) -> None:
-    """The home directory, the checkout, other users and the run folder of the host are not there."""
+    """The home directory, the checkout, other users and the run folder of the host are invisible."""
     checkout = Path(prorl_trio.types.__file__).parents[1]
     marker = Path.home() / f".prorl-contract-{secrets.token_hex(4)}"
     marker.touch()
@@ -499,7 +499,7 @@ async def check_host_is_invisible(contract: Contract) -> None:
 
 
 async def check_read_only(contract: Contract) -> None:
-    """Only the home directory, /tmp and /dev/shm can be written; kernel settings cannot, not even by root's sandbox."""
+    """Only the home directory, /tmp and /dev/shm are writable. Kernel settings are not, even for root's sandbox."""
     writable = ("/tmp/x", "/home/agent/x", "/dev/shm/x")
     protected = ("/x", "/usr/x", "/etc/x", "/opt/prorl/lib/x", "$(dirname $(which python3))/x")
     async with checked_sandbox(contract) as sandbox:
@@ -514,7 +514,7 @@ async def check_read_only(contract: Contract) -> None:
 
 
 async def check_other_sandboxes_are_invisible(contract: Contract) -> None:
-    """A sandbox sees no control socket: not another's, nor its own."""
+    """A sandbox sees no control socket, neither another's nor its own."""
     async with checked_sandbox(contract) as first, contract.provider.open_sandbox(SandboxSpec()) as second:
         await bash(second, "touch /tmp/second")
         found = await bash(first, "find /run /tmp /var /home /mnt /dev -type s 2>/dev/null; true")

@@ -1,4 +1,4 @@
-"""Promises of a sandbox provider that starts processes on this machine."""
+"""Guarantees of a sandbox provider that starts processes on this machine."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 LOSS_TOLD_WITHIN_S: Final = 2.0
-"""The time after which a call in flight has been told that its daemon is dead."""
+"""Time limit for failing a call in flight after the death of its daemon."""
 
 
 async def check_files_that_may_not_be_written(contract: Contract) -> None:
-    """A file is replaced where a program may open it for writing, and nowhere else: of root on its own machine, all."""
+    """A file is replaced only if a program may open it for writing. For root on its machine, this is any file."""
     async with checked_sandbox(contract) as sandbox:
         home = (await sandbox.exec(["sh", "-c", "echo $HOME"], timeout_s=ACTION_TIMEOUT_S)).stdout.decode().strip()
         path = f"{home}/fixed"
@@ -63,8 +63,8 @@ async def check_files_that_may_not_be_written(contract: Contract) -> None:
 
 
 async def check_what_exec_leaves(contract: Contract) -> None:
-    """Nothing of it runs on, wherever it has gone; what the shell has in its background does."""
-    seconds = 10**6 + secrets.randbelow(10**6)  # by which these are told from anybody's
+    """None of its processes keep running, wherever they moved; background processes of the shell do."""
+    seconds = 10**6 + secrets.randbelow(10**6)  # distinguishes these processes from others
     stay = f"sleep {seconds}1 & setsid sleep {seconds}2 & (setsid -f sleep {seconds}3)"
     leave = f"setsid sleep {seconds}4 & setsid -f env -i sleep {seconds}5; (setsid -f sh -c 'sleep {seconds}6; :' &)"
     async with checked_sandbox(contract) as sandbox:
@@ -76,7 +76,7 @@ async def check_what_exec_leaves(contract: Contract) -> None:
 
 
 async def check_long_input(contract: Contract) -> None:
-    """More than a frame holds, bit for bit, to a program that reads it, and to one that does not, or cannot start."""
+    """Input larger than a frame arrives bit for bit, whether the program reads it, ignores it, or cannot start."""
     content = random.Random(1).randbytes(1024) * 24 * 1024
     async with checked_sandbox(contract) as sandbox:
         result = await sandbox.exec(["sha256sum"], timeout_s=ACTION_TIMEOUT_S, stdin=content)
@@ -92,7 +92,7 @@ async def check_long_input(contract: Contract) -> None:
 
 
 async def check_streamed_output(contract: Contract) -> None:
-    """All of it arrives, in order, whatever the result keeps; what the receiver raises ends the program."""
+    """All output arrives in order, regardless of the result's limit; an exception of the receiver ends the program."""
     content = random.Random(2).randbytes(1024) * 8 * 1024
     came: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
     async with checked_sandbox(contract) as sandbox:
@@ -114,7 +114,7 @@ async def check_streamed_output(contract: Contract) -> None:
 
 
 async def check_programs_that_are_talked_to(contract: Contract) -> None:
-    """Each answer comes before the next question; a program ends with its block, its input or its time."""
+    """Each answer arrives before the next question; a program ends with its block, its input or its time."""
     async with checked_sandbox(contract) as sandbox:
         async with sandbox.open_program(["cat"], timeout_s=ACTION_TIMEOUT_S) as program:
             for number in range(20):
@@ -149,7 +149,7 @@ async def _feed(sandbox: Sandbox, program: str) -> int | None:
 
 
 async def check_users(contract: Contract) -> None:
-    """A program runs as the sandbox's own user by any of its names; another user is refused in words, or is that."""
+    """A program runs as the sandbox's own user by any of its names; another user works or is refused with a message."""
     async with checked_sandbox(contract) as sandbox:
         who = "id -u; echo $HOME"
         own = (await sandbox.exec(["sh", "-c", who], timeout_s=ACTION_TIMEOUT_S)).stdout
@@ -177,7 +177,7 @@ EXEC_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
 
 
 async def check_mathematics(contract: Contract) -> None:
-    """NumPy, SciPy and SymPy can be imported and work."""
+    """NumPy, SciPy and SymPy can be imported and used."""
     code = "import numpy, scipy.optimize, sympy\nroot = scipy.optimize.brentq(lambda x: x * x - 4, 0, 9)\n"
     code += "float(numpy.ones(3).sum()), round(root, 6), sympy.factorint(12)"
     async with checked_sandbox(contract) as sandbox:
@@ -186,7 +186,7 @@ async def check_mathematics(contract: Contract) -> None:
 
 
 async def check_images_of_cells(contract: Contract) -> None:
-    """An image that a cell shows arrives as its own bytes."""
+    """An image displayed by a cell arrives unchanged."""
     code = "class Dot:\n    def _repr_png_(self): return b'\\x89PNG' + bytes(1000)\nDot()"
     async with checked_sandbox(contract) as sandbox:
         cell = await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S)
@@ -194,7 +194,7 @@ async def check_images_of_cells(contract: Contract) -> None:
 
 
 async def check_cancelled_start(contract: Contract) -> None:
-    """Cancelled at any moment of its start, nothing of a sandbox is left. Moments are doubled until it succeeds."""
+    """A start cancelled at any moment leaves nothing. The delay is doubled until the start succeeds."""
     with trio.fail_after(CHECK_TIMEOUT_S):
         before = traces(contract.base)
         for exponent in range(30):
@@ -207,7 +207,7 @@ async def check_cancelled_start(contract: Contract) -> None:
 
 
 async def check_start_timeout(contract: Contract) -> None:
-    """A start that takes too long says so, with its limit, and leaves nothing."""
+    """A start that takes too long reports its limit and leaves nothing."""
     with trio.fail_after(CHECK_TIMEOUT_S):
         before = traces(contract.base)
         error = await raises(SandboxUnavailable, open_and_close(contract, SandboxSpec(start_timeout_s=0.004)))
@@ -216,7 +216,7 @@ async def check_start_timeout(contract: Contract) -> None:
 
 
 async def check_killed_from_outside(contract: Contract) -> None:
-    """A daemon that dies is noticed at once, also in the middle of a command."""
+    """The death of a daemon is noticed at once, even in the middle of a command."""
     async with checked_sandbox(contract) as sandbox:
         await bash(sandbox, "true")
         assert await _kill_in_flight(sandbox) < LOSS_TOLD_WITHIN_S
@@ -224,13 +224,16 @@ async def check_killed_from_outside(contract: Contract) -> None:
 
 
 async def check_what_a_killed_daemon_leaves(contract: Contract) -> None:
-    """A daemon killed in the middle of a command loses its sandbox, and leaves nothing of what it had started."""
+    """A daemon killed in the middle of a command loses its sandbox, and leaves no process."""
     async with _sandbox_with_background(contract) as sandbox:
         assert await _kill_in_flight(sandbox) < LOSS_TOLD_WITHIN_S
 
 
 async def check_what_a_daemon_killed_from_inside_leaves(contract: Contract) -> None:
-    """An agent may try to kill its daemon. The sandbox is lost, or works on, and nothing outlives it either way."""
+    """An agent may try to kill its daemon.
+
+    The sandbox is lost or stays usable; in both cases no process outlives it.
+    """
     async with _sandbox_with_background(contract) as sandbox:
         try:
             await sandbox.bash(f"kill -9 {_pid_inside(_find_daemon())}", timeout_s=ACTION_TIMEOUT_S)
@@ -240,7 +243,7 @@ async def check_what_a_daemon_killed_from_inside_leaves(contract: Contract) -> N
 
 
 async def _kill_in_flight(sandbox: Sandbox) -> float:
-    """Kill the daemon in the middle of a command; return the seconds until that was told, infinity if it was not."""
+    """Kill the daemon in the middle of a command; return the seconds until the call failed, or infinity."""
     lost_after_s = math.inf
 
     async def act() -> None:
@@ -259,9 +262,9 @@ async def _kill_in_flight(sandbox: Sandbox) -> float:
 
 
 def _find_daemon() -> int:
-    """Return the pid of the one daemon below this process."""
+    """Return the pid of the only daemon below this process."""
     daemons = [process for process in descendants(os.getpid()) if _is_daemon(process.pid)]
-    # The innermost: where there is no PID namespace it has a guard above it, of the same program.
+    # The innermost process: without a PID namespace, a guard running the same program is above it.
     (daemon,) = (daemon for daemon in daemons if not descendants(daemon.pid) & {*daemons})
     return daemon.pid
 
@@ -272,7 +275,7 @@ def _is_daemon(pid: int) -> bool:
 
 
 def _pid_inside(pid: int) -> str:
-    """Return the pid that this process has in its own PID namespace."""
+    """Return the pid of a process in its own PID namespace."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     (pids,) = (line for line in status.splitlines() if line.startswith("NSpid:"))
     return pids.split()[-1]
@@ -280,11 +283,11 @@ def _pid_inside(pid: int) -> str:
 
 @asynccontextmanager
 async def _sandbox_with_background(contract: Contract) -> AsyncIterator[Sandbox]:
-    """A sandbox with processes in its background, and afterwards proof that they have ended. Kills those that have not.
+    """Open a sandbox with background processes, and verify afterwards that they have ended. Kills survivors.
 
-    One is started plainly, one in a session of its own, and one there that ignores the signals it can.
+    One process is started plainly, one in its own session, and one there that ignores signals.
     """
-    mark = 10**6 + secrets.randbelow(10**6)  # by which these are told from anybody's
+    mark = 10**6 + secrets.randbelow(10**6)  # distinguishes these processes from others
     stubborn = f"trap '' TERM HUP INT; sleep {mark}3; true"
     started: dict[ProcessId, str] = {}
     try:
@@ -294,7 +297,7 @@ async def _sandbox_with_background(contract: Contract) -> AsyncIterator[Sandbox]
             lines = (f"sleep {mark}1", f"sleep {mark}2", f"sleep {mark}3", f"sh -c {stubborn}")
             started = await _wait_for_commands(*lines)
             yield sandbox
-        # The close has waited for them, so now is late enough. Who has lost its parent is in no `traces`.
+        # The close has already waited for them. Orphaned processes are not in `traces`.
         left = [f"{process.pid} {command}" for process, command in started.items() if is_alive(process)]
         assert not left, f"outlived their sandbox: {left}"
     finally:
@@ -302,23 +305,23 @@ async def _sandbox_with_background(contract: Contract) -> AsyncIterator[Sandbox]
 
 
 async def _wait_for_commands(*lines: str) -> dict[ProcessId, str]:
-    """Return the processes below this one that have one of these command lines, when each of `lines` has one."""
+    """Return the processes below this one that match these command lines, once each of `lines` matches one."""
     while True:
         running = {process: command_of(process.pid).strip() for process in descendants(os.getpid())}
         found = {process: line for process, line in running.items() if line in lines}
         if {*found.values()} == {*lines}:
             return found
-        await trio.sleep(0.01)  # another process's exec is no event we could wait for
+        await trio.sleep(0.01)  # exec in another process gives no event to wait for
 
 
 async def check_background_processes_end(contract: Contract) -> None:
-    """Nothing that was started inside outlives the sandbox, also what left its session or ignores signals."""
+    """No process started inside outlives the sandbox, even if it left its session or ignores signals."""
     async with _sandbox_with_background(contract):
         pass
 
 
 async def check_environment_is_clean(contract: Contract) -> None:
-    """Nothing of this process's environment, nor of the daemon's own, is in a tool's."""
+    """A tool's environment contains no variable of this process or of the daemon."""
     with planted_secret() as secret:
         async with checked_sandbox(contract) as sandbox:
             seen = await bash(sandbox, "env; cat /proc/$PPID/environ 2>/dev/null | tr '\\0' '\\n'; true")
@@ -329,7 +332,7 @@ async def check_environment_is_clean(contract: Contract) -> None:
 
 
 async def check_python_is_the_projects(contract: Contract) -> None:
-    """`python3` has the packages agents are promised, in the shell and in IPython."""
+    """`python3` has the promised packages, in the shell and in IPython."""
     async with checked_sandbox(contract) as sandbox:
         assert await bash(sandbox, "python3 -c 'import numpy, sympy; print(sympy.sqrt(16))'") == "4"
         cell = await sandbox.ipython("import sympy; sympy.sqrt(16)", timeout_s=ACTION_TIMEOUT_S)

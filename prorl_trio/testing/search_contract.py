@@ -1,4 +1,4 @@
-"""The contract of search backends. Run it over your own.
+"""The contract of search backends. Run it on your own backend.
 
     pytest.register_assert_rewrite("prorl_trio.testing.search_contract")
 
@@ -27,31 +27,31 @@ DOCUMENTS: Final = (
     Document(document_id="light", title="Speed of light", text="In vacuum exactly 299792458 m/s.\nSecond line."),
     Document(document_id="greek", title="Ελληνικά", text='Δίνη: vortex 🌀 "quoted" \\ back'),
 )
-"""The documents that the backend under test has, and no others."""
+"""The only documents of the backend under test."""
 
 
 class SearchContract:
-    """The tests; `backend` is the fixture of a subclass."""
+    """The tests; subclasses define the fixture `backend`."""
 
     async def test_the_best_document_comes_first_with_its_text(self, backend: SearchBackend) -> None:
-        """A document is found by its words, and comes whole."""
+        """A document is found by its words and returned completely."""
         found = await _search(backend, "vacuum light speed")
         assert (found[0].title, found[0].text) == (DOCUMENTS[2].title, DOCUMENTS[2].text)
         assert found[0].document_id
         assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
 
     async def test_there_are_no_more_results_than_asked_for(self, backend: SearchBackend) -> None:
-        """A search gives one, both, and no more than there are."""
+        """A search returns one document, both, and no more than exist."""
         assert len(await _search(backend, "chemical element", 1)) == 1
         assert {each.title for each in await _search(backend, "chemical element", 2)} == {"Gold", "Iron"}
         assert len(await _search(backend, "chemical element", 20)) <= len(DOCUMENTS)
 
     async def test_nothing_found_is_an_answer(self, backend: SearchBackend) -> None:
-        """A word that no document has."""
+        """No document contains the word."""
         assert await _search(backend, "qwertzuiop") == []
 
     async def test_a_query_is_text_and_nothing_else(self, backend: SearchBackend) -> None:
-        """Addresses, quotes, patterns, code and signs are words, or nothing; the next query is answered as ever."""
+        """Addresses, quotes, patterns, code and signs are words or ignored; the next query is answered normally."""
         for query in (
             "http://169.254.169.254/latest",
             '"',
@@ -65,7 +65,7 @@ class SearchContract:
         assert (await _search(backend, "Δίνη 🌀"))[0].text == DOCUMENTS[3].text
 
     async def test_the_longest_query_is_answered(self, backend: SearchBackend) -> None:
-        """A query of `max_query_chars`."""
+        """A query of `max_query_chars` is answered."""
         query = ("gold " * backend.max_query_chars)[: backend.max_query_chars - 1] + "x"
         assert (await _search(backend, query))[0].title == "Gold"
 
@@ -84,7 +84,7 @@ class SearchContract:
         assert titles == {place: "Gold" if place % 2 else "Iron" for place in range(20)}
 
     async def test_a_cancelled_search_leaves_the_next_one_alone(self, backend: SearchBackend) -> None:
-        """A cancel before the answer is no failure of the backend."""
+        """A cancel before the answer is not a failure of the backend."""
         with trio.CancelScope() as scope:
             scope.cancel()
             await backend.search("gold", max_results=1, timeout_s=CALL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Tools the policy may call, bound to a sandbox."""
+"""Tools that the policy may call, bound to a sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a policy's arguments: one rule for all tools, by the schema that the policy sees."""
+"""Conversion of a policy's arguments by the schema that the policy sees, with one rule for all tools."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WORDS = {"true": True, "false": False}
 
 
 def read_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments` in the types of the schema `parameters`, as far as there is no doubt what was meant. Idempotent.
+    """Return `arguments` converted to the types of the schema `parameters` wherever the meaning is clear. Idempotent.
 
     Policies write numbers, truth values and lists as strings (`"3"`, `"true"`, `"[1, 2]"`), whole numbers as `3.0`, and
-    `null` for what they leave out. What is of another type than the schema's all the same is left as it is: to refuse
-    it is the tool's business, as are names that the schema does not know. So is text that `decode_json` refuses, and a
-    whole number beyond 64 bits: no argument makes this raise.
+    `null` for omitted values. Values of another type are left unchanged, and so are names outside the schema: the tool
+    decides whether to refuse them. Text that `decode_json` refuses is left unchanged as well, and so are integers
+    beyond 64 bits. No argument makes this function raise.
     """
     properties: Mapping[str, Any] = parameters.get("properties", {})
     required = parameters.get("required", ())
@@ -53,7 +53,7 @@ def _read(value: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int | float | None:
-    """A finite number, from one or from the text of one."""
+    """Return a finite number from a number or its text, else None."""
     found = _json(value) if isinstance(value, str) else value
     if isinstance(found, bool) or not isinstance(found, int | float):
         return None

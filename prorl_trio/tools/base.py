@@ -1,4 +1,4 @@
-"""A tool: a name, a JSON schema the policy sees, and what happens when it is called."""
+"""A tool: a name, a JSON schema that the policy sees, and the code of its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FOR_THE_POLICY: Final = (SandboxCallFailed, TooManyDialogues, ShellBusy, ShellIdle)
-"""Errors of the node that tell of something the policy did."""
+"""Errors of the node that describe an action of the policy."""
 _OF_THE_MACHINE: Final = (
     ProrlError,
     OSError,
@@ -37,17 +37,17 @@ _OF_THE_MACHINE: Final = (
     trio.BrokenResourceError,
     trio.ClosedResourceError,
 )
-"""Errors that no argument causes, as far as a tool does what `Tool.call` says: they end the rollout by their cause."""
+"""Errors that no argument causes, if a tool follows the rules of `Tool.call`: they end the rollout by their cause."""
 _MAX_LOGGED_BUGS: Final = 1000
 _logged_bugs: set[tuple[str, type[BaseException], str, int]] = set()
-"""Bugs whose traceback was logged: the tool, and the kind and place of its error. Places are lines of code, so they
-are few."""
+"""Bugs whose traceback was logged, by tool and by kind and place of the error. Places are lines of code, so they are
+few."""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """The `text` that the policy sees of a tool call, and how the call went.
+    """The `text` that the policy sees of a tool call, and the result of the call.
 
-    `answer` is set when the call ends the episode with it. `exit_code` is that of a command, if one ended.
+    `answer` is set when the call ends the episode with an answer. `exit_code` is set if a command ended.
     """
 
     text: str
@@ -62,16 +62,15 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def result(self) -> ToolResult:
-        """The part of it that is recorded beside the text."""
+        """The part of the observation that is recorded in addition to the text."""
         return ToolResult(outcome=self.outcome, exit_code=self.exit_code)
 
     def with_text(self, text: str) -> Observation:
-        """Return the same with another text: a shorter one, say."""
         return msgspec.structs.replace(self, text=text)
 
 
 class Tool(abc.ABC):
-    """A tool of the policy. Stateless and shared by all tasks; the sandbox comes with each call."""
+    """A tool of the policy. Stateless and shared by all tasks; each call gets its sandbox."""
 
     name: ClassVar[str]
     description: ClassVar[str]
@@ -87,27 +86,27 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Do it, and say how it went. What the policy did wrong is an observation (`Observation.refused`).
+        """Carry out the call and return its result. Mistakes of the policy become observations (`Observation.refused`).
 
         `arguments` are values of JSON: valid Unicode, integers of 64 bits, finite numbers, at most 64 levels of lists
-        and objects. `ToolSet.call` has read them by the schema (`read_arguments`), as far as they fit it. It turns a
-        call that the sandbox did not take into an observation, so what `Sandbox` raises may fly.
+        and objects. `ToolSet.call` has already converted them by the schema where possible (`read_arguments`). It also
+        turns calls that the sandbox refused into observations, so errors of `Sandbox` may propagate.
 
         Raises:
             RolloutError: infrastructure failed; the rollout ends with the error's cause, and without a reward.
-            OSError, MemoryError, trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError: likewise.
-                Catch them where the policy's arguments can cause them.
-            Exception: anything else is a bug of the tool: an observation of the outcome `crashed`.
+            OSError, MemoryError, trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError: likewise. Catch
+                them where the policy's arguments can cause them.
+            Exception: any other error is a bug of the tool, and becomes an observation with the outcome `crashed`.
         """
 
 
 class ToolSet:
-    """The tools of one agent, by name, with one limit on how long a result may be.
+    """The tools of one agent, by name, with one limit on the length of results.
 
     Args:
-        tools: each with a name of its own.
-        max_observation_chars: of what the policy sees of a call.
-        described: whether the policy is told of them; False for one that was trained to call them without.
+        tools: the tools, each with a unique name.
+        max_observation_chars: limit of the text that the policy sees of a call.
+        described: whether the prompt describes the tools; False for a policy that was trained to call them without.
     """
 
     def __init__(self, tools: Sequence[Tool], *, max_observation_chars: int, described: bool = True) -> None:
@@ -117,24 +116,22 @@ class ToolSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names the policy may call."""
         return frozenset(self._tools)
 
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:
-        """The JSON schema of each tool's arguments, by the tool's name."""
         return {name: tool.parameters for name, tool in self._tools.items()}
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas that the chat template shows to the policy, in the order of the tools, if any."""
+        """Return the schemas that the chat template shows to the policy, in order; none unless `described`."""
         return [tool.schema() for tool in self._tools.values()] if self._described else []
 
     async def call(self, call: ToolCall, sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Carry out one call of the policy.
 
-        A malformed call, an unknown tool, and what the sandbox refuses, or cannot do any more, are observations, not
-        errors. So is a bug of the tool, which is logged with its traceback the first time, and has an outcome of its
-        own, `crashed`: the policy may have provoked it, and must not end its rollout by that.
+        Malformed calls, unknown tools, and refusals or failures of the sandbox become observations, not errors. A bug
+        of the tool also becomes an observation, with the outcome `crashed`: the policy may have provoked it, and must
+        not be able to end its rollout that way. Its traceback is logged the first time.
 
         Raises:
             RolloutError, OSError, MemoryError, trio.TooSlowError: infrastructure failed, as in `Tool.call`.
@@ -155,17 +152,17 @@ class ToolSet:
             return self._portable(await tool.call(arguments, sandbox, timeout_s=timeout_s))
         except Malformed as exc:
             return Observation.refused(str(exc), "malformed")
-        except (Exception, SystemExit) as exc:  # whatever a policy's arguments provoke must not end its rollout
+        except (Exception, SystemExit) as exc:  # errors that a policy can provoke must not end its rollout
             observation = _observation_of(tool.name, exc)
             if observation is None:
                 raise
             return self._portable(observation)
 
     def _portable(self, observation: Observation) -> Observation:
-        """Return the observation as it can be shown and recorded, whatever a tool has put into it.
+        """Return the observation in a form that can be shown and recorded, whatever the tool has put into it.
 
         Raises:
-            TypeError, msgspec.ValidationError: it is none.
+            TypeError, msgspec.ValidationError: it is not an observation.
         """
         text, answer = observation.text, observation.answer
         if not text.isascii() or len(text) > self._max_observation_chars:
@@ -183,7 +180,7 @@ class ToolSet:
 
 
 def _observation_of(tool: str, error: Exception | SystemExit) -> Observation | None:
-    """Return what the policy sees of a call that `error` ended; None where no argument can have caused that."""
+    """Return the observation for a call that `error` ended; None if no argument can cause that error."""
     causes = leaves(error)
     if all(isinstance(cause, _FOR_THE_POLICY) or _is_refusal(cause) for cause in causes):
         return Observation.refused(str(causes[0]))
@@ -198,12 +195,12 @@ def _observation_of(tool: str, error: Exception | SystemExit) -> Observation | N
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return whether the sandbox refused the call, or the call could not be put into words for it."""
+    """Return whether the sandbox refused the call, or the call could not be encoded for the sandbox."""
     return isinstance(error, OSError | ValueError) and isinstance(error.__cause__, IpcError)
 
 
 def _report_bug(tool: str, bug: BaseException) -> None:
-    """Log a bug of a tool with its traceback, the first time that it occurs; the metric of tool calls counts all."""
+    """Log the traceback of a tool's bug when it first occurs; the metric of tool calls counts every occurrence."""
     file, line = _place_of(bug.__traceback__)
     kind = (tool, type(bug), file, line)
     if kind in _logged_bugs or len(_logged_bugs) >= _MAX_LOGGED_BUGS:
@@ -221,7 +218,6 @@ def _report_bug(tool: str, bug: BaseException) -> None:
 
 
 def _place_of(trace: TracebackType | None) -> tuple[str, int]:
-    """Return the file and the line where an error was raised."""
     place = ("?", 0)
     while trace is not None:
         place = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)

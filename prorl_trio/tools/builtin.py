@@ -36,7 +36,7 @@ Long output is clipped and marked with `<response clipped>`. Files keep their st
 
 
 class EditorTool(Tool):
-    """A tool that views or edits one file by one command of the editor."""
+    """A tool that views or edits one file with one editor command."""
 
     name = "str_replace_editor"
     description = DESCRIPTION
@@ -69,7 +69,7 @@ class EditorTool(Tool):
     }
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Raises SandboxLost when the sandbox is gone."""
+        """Raises SandboxLost if the sandbox is gone."""
         if sandbox is None:
             raise HandlerError(f"the tool {self.name!r} needs a sandbox, but this handler opens none")
         arguments = read_arguments(arguments, self.parameters)
@@ -90,11 +90,11 @@ class EditorTool(Tool):
 
 
 class SearchTool(Tool):
-    """Searches documents. Made for one rollout, whose calls it counts; what it finds is text, and nothing is fetched.
+    """Searches documents. Each rollout has its own, which counts the calls; results are text, and nothing is fetched.
 
     Args:
-        search: the node's.
-        asking: a block around each search, which sees to what its time is charged to (`agent.loop.asking_service`).
+        search: the search service of the node.
+        asking: a context manager around each search, which charges the search's time (`agent.loop.asking_service`).
     """
 
     name = "search"
@@ -112,10 +112,10 @@ class SearchTool(Tool):
         self._search = search
         self._asking = asking
         self.calls = 0
-        """Searches that were made; those that were refused for their form are not counted."""
+        """Number of searches made, without malformed calls."""
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Raises SearchUnavailable when the backend answers nobody. Its time-out is `search.search_timeout_s`."""
+        """Raises SearchUnavailable if the backend does not answer. Its timeout is `search.search_timeout_s`."""
         del sandbox, timeout_s
         config = self._search.config
         query, max_results = arguments["query"], arguments.get("max_results", config.max_results)
@@ -138,7 +138,7 @@ class SearchTool(Tool):
 
 
 def render_documents(documents: list[Document], max_chars: int) -> str:
-    """Return what the policy sees of documents: number, title and source of each, and its text, cut at `max_chars`."""
+    """Return the text of documents for the policy: number, title, source and text of each, cut at `max_chars`."""
     return (
         "\n\n".join(_render(number, each, max_chars) for number, each in enumerate(documents, 1)) or "[nothing found]"
     )
@@ -173,7 +173,7 @@ def _need(sandbox: Sandbox | None, tool: str) -> Sandbox:
 
 
 def render_cell(result: CellResult, timeout_s: float) -> str:
-    """Return the text of a cell's result: output, last value, images by name, traceback, and what was lost."""
+    """Return the text of a cell's result: output, last value, names of images, traceback, and lost state."""
     parts = [part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip()]
     if result.result is not None:
         parts.append(result.result)
@@ -193,7 +193,7 @@ def render_cell(result: CellResult, timeout_s: float) -> str:
 
 
 def render_bash(result: BashResult, timeout_s: float) -> str:
-    """Return the text of a command's result: output, whether it still runs, and whether state was lost."""
+    """Return the text of a command's result: output, whether the command still runs, and whether state was lost."""
     parts = [result.output.rstrip("\n")] if result.output.strip() else []
     if result.breach_text:
         parts.append(f"[{result.breach_text}]")
@@ -212,8 +212,8 @@ class IpythonTool(Tool):
     """Runs a cell in the sandbox's persistent IPython shell.
 
     Args:
-        kernel: the Jupyter kernelspec, installed in the sandbox, whose shell it is; empty for the IPython that every
-            sandbox has. For another language, subclass it with a `name` and a `description` of its own.
+        kernel: the Jupyter kernelspec of the shell, installed in the sandbox; empty for the IPython of every sandbox.
+            For another language, subclass the tool with its own `name` and `description`.
     """
 
     name = "ipython"
@@ -228,7 +228,7 @@ class IpythonTool(Tool):
         self._kernel = kernel
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Raises SandboxLost when the sandbox is gone, SandboxUnavailable when it has no such kernel."""
+        """Raises SandboxLost if the sandbox is gone, SandboxUnavailable if it lacks the kernel."""
         code = _text_argument(arguments, "code")
         if code is None:
             return Observation.refused("the argument 'code' must be a string.")
@@ -238,10 +238,10 @@ class IpythonTool(Tool):
 
 
 class BashTool(Tool):
-    """Runs commands in the sandbox's persistent bash, and follows up those that go on.
+    """Runs commands in the sandbox's persistent bash, and continues commands that still run.
 
     Args:
-        quiet_timeout_s: a command without new output for this long is handed back to the policy, still running.
+        quiet_timeout_s: return to the policy if a running command prints nothing for this many seconds.
     """
 
     name = "bash"
@@ -280,7 +280,7 @@ class BashTool(Tool):
         self._quiet_timeout_s = quiet_timeout_s
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """Raises SandboxLost when the sandbox is gone."""
+        """Raises SandboxLost if the sandbox is gone."""
         arguments = read_arguments(arguments, self.parameters)
         command = _text_argument(arguments, "command")
         is_input = arguments.get("is_input", False)
@@ -336,7 +336,7 @@ def _keys(text: str) -> bytes:
 
 
 class ThinkTool(Tool):
-    """Records a thought, and does nothing else: it is in the turn's calls, as every call is."""
+    """Records a thought and does nothing else. The thought is recorded with the turn's calls."""
 
     name = "think"
     description = "Write a thought down: a plan, or a check of what you have. It changes nothing and tells nothing new."

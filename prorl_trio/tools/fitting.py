@@ -1,6 +1,6 @@
-"""Cuts what tools returned to the tokens that there is room for: the middle goes, and the text says how much. Pure.
+"""Cuts tool results to the available tokens: the middle is removed, and the text states how much. Pure.
 
-What is cut is text, at the edges of its tokens, before it is rendered: the dialogue encodes it like any other.
+The cut is made in the text, at the edges of tokens, before rendering. The dialogue encodes the text like any other.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REPLACED = "\ufffd"
-"""The character that half a character is decoded to."""
+"""The character that replaces an incomplete character in decoding."""
 
 
 class Codec(Protocol):
-    """See `chat.codec.TokenCodec`."""
+    """The part of `chat.codec.TokenCodec` that is used here."""
 
     def mark(self, text: str) -> str:
-        """The text without anything that could be a control token."""
+        """Return the text with all possible control tokens neutralised."""
 
     def encode(self, marked: str) -> list[int]:
-        """Its ids."""
+        """Return the token ids of a marked text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some of them."""
+        """Return the text of token ids."""
 
 
 def fit_texts(codec: Codec, texts: Sequence[str], encoded: Sequence[Sequence[int]], at_most: int) -> list[str] | None:
-    """Return `texts` with `at_most` tokens together, or nearly so: what is cut may be encoded a little otherwise.
+    """Return `texts` with about `at_most` tokens together; cut texts may encode slightly differently.
 
-    `encoded` are the ids of each. The longest ones are cut, to the same length. None: there is no room to say what was
-    left out.
+    `encoded` are the ids of each text. The longest texts are cut to the same length. Returns None if there is not even
+    room for the notes about the cuts.
     """
     share = fitting_share([len(ids) for ids in encoded], at_most)
     fitted = []
@@ -44,7 +44,7 @@ def fit_texts(codec: Codec, texts: Sequence[str], encoded: Sequence[Sequence[int
 
 
 def fitting_share(lengths: Sequence[int], at_most: int) -> int:
-    """Return the most that each may have so that all of them together have no more than `at_most`."""
+    """Return the largest limit per text that keeps the sum of all lengths within `at_most`."""
     left = max(0, at_most)
     for place, length in enumerate(sorted(lengths)):
         share = left // (len(lengths) - place)
@@ -55,7 +55,7 @@ def fitting_share(lengths: Sequence[int], at_most: int) -> int:
 
 
 def _cut(codec: Codec, ids: Sequence[int], share: int) -> str | None:
-    """The head and the tail of a text of these `ids`, which are more than `share`."""
+    """Return the head and the tail of a text with these `ids`, which exceed `share`."""
     note = _note(len(ids))
     kept = share - len(codec.encode(codec.mark(note)))
     if kept < 0:

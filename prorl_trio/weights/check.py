@@ -1,4 +1,4 @@
-"""Checks of a folder of weights, made on the trainer's side, before an engine is asked to load it."""
+"""Checks of a weights folder on the trainer's side, before an engine is asked to load it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 WeightCheck = Literal["values", "headers", "none"]
-"""The effort of a check: all elements are looked at for NaN and infinity; or names, shapes and dtypes alone, from the
-headers; or nothing, as for a folder that the trainer's process does not see."""
+"""The depth of a check. `values` scans every element for NaN and infinity. `headers` compares only names, shapes and
+dtypes. `none` checks nothing and suits a folder that the trainer's process cannot see."""
 
 CHUNK_BYTES: Final = 8 * 1024 * 1024
-"""Bytes looked at at once: the memory that a check takes."""
+"""Bytes scanned per step; this bounds the memory of a check."""
 
 _EXPONENTS: Final[dict[str, tuple[np.dtype[Any], int]]] = {
     "F64": (np.dtype("<u8"), 0x7FF0_0000_0000_0000),
@@ -40,8 +40,8 @@ _EXPONENTS: Final[dict[str, tuple[np.dtype[Any], int]]] = {
     "F8_E5M2": (np.dtype("u1"), 0x7C),
     "F8_E4M3": (np.dtype("u1"), 0x7F),
 }
-"""By dtype: bits that are all set in NaN and infinity, and in nothing else (IEEE 754; E4M3 has a NaN alone). Integers,
-and the scales of E8M0, are always finite here."""
+"""Bits by dtype that are all set only in NaN and infinity (IEEE 754; E4M3 has only NaN). Integers and E8M0 scales are
+always finite here."""
 
 
 def all_finite(dtype: str, flat: np.ndarray) -> bool:
@@ -57,7 +57,7 @@ def all_finite(dtype: str, flat: np.ndarray) -> bool:
 
 
 def stored_all_finite(tensor: StoredTensor) -> bool:
-    """Return whether no element of a tensor in a file is NaN or infinite. Raises OSError: it cannot be read."""
+    """Return whether no element of a tensor in a file is NaN or infinite. Raises OSError if the file cannot be read."""
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         left = tensor.type.size_bytes
@@ -72,14 +72,14 @@ def stored_all_finite(tensor: StoredTensor) -> bool:
 
 
 def check_folder(path: Path, bases: Sequence[ModelFolder], check: Literal["values", "headers"] = "values") -> None:
-    """Check that a folder has whole weights of the model in each of `bases`. Blocks; for worker threads.
+    """Check that a folder holds complete weights for the model in each of `bases`. Blocks; call it in a worker thread.
 
-    Its files are whole; the names, shapes and dtypes of its tensors are the model's (see `compare_type`), as is the
-    architecture that its `config.json` tells of, if it has one; a tied output layer may be left out or be there,
-    equal to the embedding; and, unless `check` is `headers`, no element is NaN or infinite.
+    The files must be complete. The names, shapes and dtypes of the tensors must match the model (see `compare_type`),
+    and so must the architecture in `config.json` if the folder has one. A tied output layer may be missing, or present
+    and equal to the embedding. Unless `check` is `headers`, no element may be NaN or infinite.
 
     Raises:
-        WeightsRefused: something is not so. The message names the tensor, the file or the field.
+        WeightsRefused: a check fails. The message names the tensor, the file or the field.
     """
     found = ModelFolder.read(path)
     for base in bases:
@@ -94,10 +94,10 @@ def check_folder(path: Path, bases: Sequence[ModelFolder], check: Literal["value
 
 
 def check_names(path: Path, names: Sequence[str], base: ModelFolder) -> None:
-    """Check that no tensor of the model in `base` is missing among these names, which are those of `path`.
+    """Check that `names`, the tensors in `path`, include every tensor of the model in `base`.
 
     Raises:
-        WeightsRefused: some are.
+        WeightsRefused: some tensors are missing.
     """
     if missing := missing_names(names, base):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -122,7 +122,7 @@ def _check_values(found: ModelFolder, *, tied: bool) -> None:
 
 
 def _digest(tensor: StoredTensor) -> tuple[int, str]:
-    """Return a checksum of its bytes, and its dtype."""
+    """Return a checksum of the tensor's bytes, and its dtype."""
     checksum, left = 0, tensor.type.size_bytes
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)

@@ -1,4 +1,4 @@
-"""The error for weights that no engine is asked to load."""
+"""The error for weights that are rejected before any engine loads them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from prorl_trio.types.errors import ServiceError
 
 
 class WeightsRefused(ServiceError):
-    """Weights are incomplete, damaged, or not of the model that the engines serve. No engine was asked to load them.
+    """The weights are incomplete, damaged, or of another model than the engines serve. No engine loaded them.
 
     Attributes:
-        tensor: the name of the first tensor that is at fault; empty where it is a file or a field of `config.json`.
+        tensor: name of the first tensor at fault; empty if a file or a field of `config.json` is at fault.
     """
 
     code = "weights_refused"

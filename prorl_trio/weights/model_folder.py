@@ -1,4 +1,4 @@
-"""A folder with a model: the types of its tensors and the fields of its configuration, without reading a tensor."""
+"""A model folder: the types of its tensors and its configuration, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CONFIG: Final = "config.json"
 MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 
 FLOATS: Final = frozenset({"F32", "BF16", "F16"})
-"""Engines convert between these as they load."""
+"""Engines convert between these dtypes while loading."""
 _HEAD: Final = "lm_head.weight"
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
 class ModelFolder(NamedTuple):
-    """The tensors of a model by name, and its `config.json`, which is empty where it has none."""
+    """The tensors of a model by name, and its `config.json` (empty if the folder lacks one)."""
 
     path: Path
     tensors: dict[str, StoredTensor]
@@ -36,10 +36,10 @@ class ModelFolder(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
-        """Read the headers of its safetensors files, its index and its configuration. Blocks; for worker threads.
+        """Read the headers of the safetensors files, the index and the configuration. Blocks; for worker threads.
 
         Raises:
-            WeightsRefused: a file cannot be read, is damaged or missing, or a tensor is in two files.
+            WeightsRefused: a file is unreadable, damaged or missing, or a tensor appears in two files.
         """
         if not path.is_dir():
             raise WeightsRefused(f"{path}: no such folder is visible from here")
@@ -67,22 +67,22 @@ class ModelFolder(NamedTuple):
 
     @property
     def tied(self) -> bool:
-        """Return whether the output layer is the input embedding, so that only one of the two need be stored."""
+        """Return whether the output layer is the input embedding, so that only one of the two must be stored."""
         return architecture_of(self.config).get("tie_word_embeddings") is True
 
 
 def embedding_of(names: Iterable[str]) -> str | None:
-    """Return the name of the input embedding among these."""
+    """Return the input embedding among `names`."""
     return next((name for name in names if name.endswith(_EMBEDDINGS)), None)
 
 
 def is_head(name: str) -> bool:
-    """Return whether it is the name of an output layer, which may be tied to the input embedding."""
+    """Return whether this is the name of an output layer, which may be tied to the input embedding."""
     return name == _HEAD or name.endswith("." + _HEAD)
 
 
 def unknown_name(name: str, base: ModelFolder) -> str:
-    """Return why a tensor of that name has no place in the model; empty if it has one, or is tied to one that has."""
+    """Return why the model has no tensor of this name; empty if it has the tensor or its tied counterpart."""
     if name in base.tensors or (base.tied and (is_head(name) or embedding_of([name]))):
         return ""
     ends = next((known for known in base.tensors if name.endswith("." + known) or known.endswith("." + name)), None)
@@ -91,17 +91,17 @@ def unknown_name(name: str, base: ModelFolder) -> str:
 
 
 def missing_names(names: Iterable[str], base: ModelFolder) -> list[str]:
-    """Return the names of the model's tensors that are not among these. A tied output layer may be left out."""
+    """Return the names of the model's tensors that `names` lacks. A tied output layer may be missing."""
     given = set(names)
     head_is_there = base.tied and embedding_of(given) is not None
     return [name for name in base.tensors if name not in given and not (head_is_there and is_head(name))]
 
 
 def compare_type(name: str, kind: TensorType, base: ModelFolder) -> None:
-    """Check that a tensor has the shape and a dtype as the model's. One that the model has not is passed over.
+    """Check that a tensor's shape and dtype match the model. Tensors unknown to the model are ignored.
 
     Raises:
-        WeightsRefused: it has not.
+        WeightsRefused: the shape or the dtype differs.
     """
     known = base.tensors.get(name)
     if known is None:
@@ -121,7 +121,7 @@ def compare_type(name: str, kind: TensorType, base: ModelFolder) -> None:
 
 
 def compare_configs(path: Path, config: dict[str, Any], base: ModelFolder) -> None:
-    """Check that `config`, of the model in `path`, is of the architecture that the base has. See `architecture_of`.
+    """Check that `config`, of the model in `path`, has the architecture of `base`. See `architecture_of`.
 
     Raises:
         WeightsRefused: a field differs.
@@ -141,7 +141,7 @@ def _vocabulary(name: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file; an empty one where there is no such file."""
+    """Return the object in the file, or an empty one if the file does not exist."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES)

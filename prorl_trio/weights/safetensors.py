@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""Limit of the JSON, as the format's own library has it."""
+"""Limit of the JSON header, as in the official safetensors library."""
 DTYPE_BYTES: Final = {
     "F64": 8,
     "F32": 4,
@@ -45,12 +45,12 @@ DTYPE_BYTES: Final = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of one element, by dtype."""
+"""Bytes per element, by dtype."""
 HEADER_ROOM_BYTES: Final = 1024 * 1024
-"""Room for the header of a file that is written here: enough for some 8,000 tensors."""
+"""Space reserved for the header of a file written here: enough for about 8,000 tensors."""
 
 StateDict: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]] | Iterable[tuple[str, Any]]"
-"""A state dict, a list of them (shards that have different names), or pairs of name and tensor as they come."""
+"""A state dict, a list of state dicts (shards with different names), or an iterable of (name, tensor) pairs."""
 
 _NUMPY: Final = {
     np.dtype(np.float64): "F64",
@@ -87,10 +87,10 @@ _TORCH: Final = {
 
 
 def named_tensors(state: StateDict) -> Iterator[tuple[str, Any]]:
-    """Yield each name with its tensor, one after the other.
+    """Yield each name with its tensor, one at a time.
 
     Raises:
-        WeightsRefused: a name comes twice, or an item is no pair of a name and a tensor.
+        WeightsRefused: a name occurs twice, or an item is not a pair of a name and a tensor.
     """
     seen: set[str] = set()
     for name, tensor in _pairs(state):
@@ -103,14 +103,14 @@ def named_tensors(state: StateDict) -> Iterator[tuple[str, Any]]:
 
 
 def raw_tensor(name: str, tensor: Any) -> tuple[TensorType, np.ndarray]:
-    """Return the type of a tensor, and its bytes: a flat array of uint8 in row-major order, copied only where needed.
+    """Return the type of a tensor and its bytes: a flat uint8 array in row-major order, copied only if necessary.
 
     Raises:
-        WeightsRefused: it is no torch tensor or numpy array, has no data, or is a part of a tensor.
+        WeightsRefused: the value is not a torch tensor or numpy array, lacks data, or is a part of a tensor.
     """
     if isinstance(tensor, np.ndarray):
         return _raw_array(name, tensor)
-    torch = sys.modules.get("torch")  # who has a tensor of it has imported it
+    torch = sys.modules.get("torch")  # whoever owns a torch tensor has imported torch
     if torch is not None and isinstance(tensor, torch.Tensor):
         return _raw_torch(name, tensor, torch)
     raise WeightsRefused(f"{name} is neither a torch tensor nor a numpy array, but {type(tensor).__name__}", name)
@@ -150,14 +150,13 @@ def _raw_torch(name: str, tensor: Any, torch: Any) -> tuple[TensorType, np.ndarr
 
 
 class TensorType(NamedTuple):
-    """The dtype, by its name in the format, and the shape of a tensor."""
+    """The shape of a tensor, and the name of its dtype in the format."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes that it takes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -165,7 +164,7 @@ class TensorType(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """The place of a tensor: its file, its first byte there, and its type."""
+    """The location of a tensor: its file, the offset of its first byte, and its type."""
 
     path: Path
     offset: int
@@ -183,10 +182,10 @@ _ENTRY: Final = msgspec.json.Decoder(_Entry)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the file by name. Reads its header and its size, no tensor.
+    """Return the tensors of the file by name. Reads only the header and the file size.
 
     Raises:
-        WeightsRefused: it cannot be read, is cut short, or is not of the format.
+        WeightsRefused: the file is unreadable, truncated, or not in the safetensors format.
     """
     try:
         with path.open("rb") as file:
@@ -209,15 +208,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 class TensorFile:
-    """A file that tensors are written to as they come; whole after `close`. Blocks; for worker threads.
+    """A file to which tensors are appended; it is complete after `close`. Blocks; use it in worker threads.
 
-    The header is written last, into room that was left for it before the first tensor: so no tensor is held back, and
-    the number of them need not be known before. What a header does not need of that room is filled with spaces, as the
-    format allows.
+    The header is written last, into space reserved before the first tensor. So tensors need not be buffered, and their
+    number need not be known in advance. The rest of that space is filled with blanks, which the format allows.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the file. Raises OSError: it exists, or cannot be made."""
+        """Create the file. Raises OSError if it exists or cannot be created."""
         self._path = path
         self._entries: dict[str, dict[str, object]] = {}
         self._left = HEADER_ROOM_BYTES - len(_encode({}))
@@ -226,11 +224,11 @@ class TensorFile:
         self._file.seek(8 + HEADER_ROOM_BYTES)
 
     def fits(self, name: str, kind: TensorType) -> bool:
-        """Return whether the header has room for one more."""
+        """Return whether the header has space for one more tensor."""
         return len(_encode({name: self._entry(kind)})) <= self._left
 
     def add(self, name: str, kind: TensorType, flat: ndarray) -> None:
-        """Write a tensor that `fits`; `flat` is its bytes, uint8, row-major. Raises OSError: the disk is full."""
+        """Write a tensor that `fits`; `flat` is its bytes, uint8, row-major. Raises OSError if the disk is full."""
         assert flat.nbytes == kind.size_bytes, (name, kind, flat.nbytes)
         self._entries[name] = self._entry(kind)
         self._left -= len(_encode({name: self._entries[name]}))
@@ -238,19 +236,19 @@ class TensorFile:
         self.size_bytes += kind.size_bytes
 
     def close(self) -> None:
-        """Write the header and close the file. Raises OSError: the disk is full."""
+        """Write the header and close the file. Raises OSError if the disk is full."""
         with self._file:
             self._file.seek(0)
             self._file.write(HEADER_ROOM_BYTES.to_bytes(8, "little"))
             self._file.write(_encode(self._entries).ljust(HEADER_ROOM_BYTES))
 
     def abandon(self) -> None:
-        """Close the file without its header; it cannot be read then. Does nothing after `close`."""
+        """Close the file without a header, which leaves it unreadable. Has no effect after `close`."""
         self._file.close()
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the tensors that are in it."""
+        """Return the names of the tensors written so far."""
         return list(self._entries)
 
     def _entry(self, kind: TensorType) -> dict[str, object]:
@@ -275,7 +273,7 @@ def _stored(path: Path, start: int, name: str, entry: _Entry) -> StoredTensor:
 
 
 def _check_gapless(path: Path, tensors: dict[str, StoredTensor], start: int, total_bytes: int) -> None:
-    """Check that the tensors fill the file: one that is still being written, or was cut, is too short."""
+    """Check that the tensors fill the file. A truncated or unfinished file is too short."""
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].type.size_bytes)):
         if tensor.offset != end:

@@ -1,4 +1,4 @@
-"""The trainer's side of new weights: what the engines serve, found here; folders checked; state dicts written."""
+"""The trainer's side of new weights: find the served models, check folders, write state dicts."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ if TYPE_CHECKING:
 
 
 MAX_MODELS: Final = 16
-"""Limit of the different models that one pool's engines may serve."""
+"""Limit on the number of different models served by the engines of one pool."""
 
 TENSORS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 _HALF: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
 SHARD_BYTES: Final = 4 * 1024**3
-"""Size from which a further file is begun."""
+"""A file of this size is closed, and the next tensors go to a new file."""
 MAX_COPIED_BYTES: Final = 256 * 1024 * 1024
-"""Size from which a file of the model's folder is not taken for configuration or a tokenizer."""
+"""Files of the model's folder from this size on are not copied as configuration or tokenizer."""
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 
 HEAD: Final = "lm_head.weight"
 HEAD_FILE: Final = "model-tied-head.safetensors"
 _EMBEDDING: Final = "model.embed_tokens.weight"
-"""The name whose output layer is `HEAD`, in every model that has it."""
+"""The embedding's name; models that use it name their output layer `HEAD`."""
 
 
 def lacks_head(found: ModelFolder, bases: Sequence[ModelFolder]) -> bool:
-    """Return whether the model ties its output layer to the embedding, and the folder has the embedding alone."""
+    """Return whether the model ties its output layer to the embedding, and the folder holds only the embedding."""
     tied = found.tied or any(base.tied for base in bases)
     return tied and embedding_of(found.tensors) == _EMBEDDING and not any(map(is_head, found.tensors))
 
 
 def link_with_head(found: ModelFolder, folder: Path) -> None:
-    """Fill the empty `folder` with links to all files of `found`, and its embedding again, as the output layer.
+    """Fill the empty `folder` with links to all files of `found`, and with a copy of its embedding as the output layer.
 
-    Blocks; for worker threads.
+    Blocks; call it in a worker thread.
 
     Raises:
         OSError: the embedding cannot be read, or the disk is full.
@@ -78,9 +78,9 @@ def link_with_head(found: ModelFolder, folder: Path) -> None:
 
 
 def write_head(found: ModelFolder, folder: Path) -> None:
-    """Write the embedding of `found` again, as the output layer, into `folder`, which has the files of `found`.
+    """Write a copy of the embedding of `found` as the output layer into `folder`, which holds the files of `found`.
 
-    Blocks, and raises OSError, as `link_with_head`.
+    Blocks, and raises OSError like `link_with_head`.
     """
     embedding = found.tensors[_EMBEDDING]
     flat = np.fromfile(embedding.path, np.uint8, embedding.type.size_bytes, offset=embedding.offset)
@@ -91,25 +91,26 @@ def write_head(found: ModelFolder, folder: Path) -> None:
     except BaseException:
         head.abandon()
         raise
-    if len({tensor.path for tensor in found.tensors.values()}) > 1:  # engines may read what an index names alone
+    if len({tensor.path for tensor in found.tensors.values()}) > 1:  # engines may read only the files named in an index
         weight_map = {name: tensor.path.name for name, tensor in found.tensors.items()} | {HEAD: HEAD_FILE}
         (folder / INDEX).write_bytes(msgspec.json.encode({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_model(state: StateDict, folder: Path, base: ModelFolder, check: WeightCheck = "values") -> None:
-    """Write tensors as a model in the empty `folder`; configuration and tokenizer are copied from `base`.
+    """Write tensors as a model into the empty `folder`; copy configuration and tokenizer from `base`.
 
-    Each tensor is checked and written as it comes, and one at a time is in memory. An output layer that is tied to the
-    embedding is written, too, given or not: see `name_tied_head`. Blocks; for worker threads.
+    Each tensor is checked and written as it arrives, so only one is in memory at a time. An output layer that is tied
+    to the embedding is always written, even if `state` lacks it: see `name_tied_head`. Blocks; call it in a worker
+    thread.
 
     Args:
-        state: see `StateDict`. Its names are those of the model's own files.
-        folder: it exists and is empty.
+        state: see `StateDict`. Its names match the model's own files.
+        folder: an existing, empty folder.
         base: the model that the engines serve.
-        check: `values` looks for NaN and infinity; names, shapes and dtypes are checked with `headers` too.
+        check: `values` scans for NaN and infinity; `headers` compares only names, shapes and dtypes.
 
     Raises:
-        WeightsRefused: the tensors are not those of the model; see `check_folder`.
+        WeightsRefused: the tensors do not match the model; see `check_folder`.
         OSError: the disk is full.
     """
     writer = _Writer(folder, base, check)
@@ -134,7 +135,7 @@ def _is_configuration(file: Path) -> bool:
 
 
 class _Writer:
-    """The files of one model, begun as they are needed."""
+    """The files of one model, created as needed."""
 
     def __init__(self, folder: Path, base: ModelFolder, check: WeightCheck) -> None:
         self._folder = folder
@@ -188,14 +189,14 @@ class _Writer:
 
 
 def check_adapter(path: Path, bases: Sequence[ModelFolder], check: Literal["values", "headers"] = "values") -> None:
-    """Check that a folder has a whole LoRA adapter for the model in each of `bases`. Blocks; for worker threads.
+    """Check that a folder holds a complete LoRA adapter for the model in each of `bases`. Blocks; for worker threads.
 
-    Every module has `lora_A`, of shape [r, inputs], and `lora_B`, of shape [outputs, r]; where the model has a matrix
-    of that module, it is [outputs, inputs]. Engines join some matrices of a model, so other modules are passed over.
-    Unless `check` is `headers`, no element is NaN or infinite.
+    Every module has `lora_A` of shape [r, inputs] and `lora_B` of shape [outputs, r]. If the model has a matrix for
+    that module, its shape must be [outputs, inputs]. Other modules are not compared, because engines merge some
+    matrices of a model. Unless `check` is `headers`, no element may be NaN or infinite.
 
     Raises:
-        WeightsRefused: something is not so. The message names the tensor, the file or the field.
+        WeightsRefused: a check fails. The message names the tensor, the file or the field.
     """
     if "r" not in read_json(path / CONFIG):
         raise WeightsRefused(f"{path / CONFIG}: it names no rank (r), so this is no LoRA adapter")
@@ -233,14 +234,14 @@ def _check_pair(path: Path, base: ModelFolder, matrix: str, name: str, shapes: d
 
 
 class StagedWeights(NamedTuple):
-    """An empty folder for weights, and the models that they must be of: the first is the one that is copied from."""
+    """An empty folder for weights, and the models that the weights must match; files are copied from the first."""
 
     path: Path
     bases: tuple[ModelFolder, ...]
     check: WeightCheck
 
     def write(self, state: StateDict) -> None:
-        """Write `state` into the folder. Blocks. See `write_model` for errors."""
+        """Write `state` into the folder. Blocks. Raises the same errors as `write_model`."""
         try:
             write_model(state, self.path, self.bases[0], self.check)
             if self.bases[1:] and self.check != "none":
@@ -255,9 +256,9 @@ async def check_weights(
     base: str | os.PathLike[str] | None,
     check: WeightCheck,
 ) -> Path:
-    """Check the weights in `folder`, and return its absolute path: engines have other working directories.
+    """Check the weights in `folder` and return its absolute path, because engines have other working directories.
 
-    See `PolicyUpdate.load_folder` for arguments and errors. Works in a thread.
+    See `PolicyUpdate.load_folder` for arguments and errors. Runs in a worker thread.
     """
 
     def run() -> Path:
@@ -272,13 +273,13 @@ async def check_weights(
 async def name_tied_head(
     stores: WeightStores, folder: Path, backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None
 ) -> Path | None:
-    """Return a folder like `folder` that names its tied output layer, too; None where that is not needed.
+    """Return a folder like `folder` that also names the tied output layer; None if none is needed.
 
-    It is made in shared memory, so for engines on this host only. An engine elsewhere that keeps a copy of the layer
-    (vLLM on a CPU) needs a folder that names it.
+    The folder is created in shared memory, so it serves only engines on this host. A remote engine that keeps a copy of
+    the layer (vLLM on a CPU) needs an original folder that names the layer.
 
     Raises:
-        WeightsRefused: shared memory has no room.
+        WeightsRefused: shared memory is full.
     """
 
     def run() -> Path | None:
@@ -301,7 +302,7 @@ async def check_adapter_weights(
     base: str | os.PathLike[str] | None,
     check: WeightCheck,
 ) -> Path:
-    """Check the adapter in `folder`, and return its absolute path. See `check_weights`."""
+    """Check the adapter in `folder` and return its absolute path. See `check_weights`."""
 
     def run() -> Path:
         path = Path(folder).absolute()
@@ -319,7 +320,7 @@ async def stage_weights(
     base: str | os.PathLike[str] | None,
     check: WeightCheck,
 ) -> StagedWeights:
-    """Make a folder for weights, in a worker thread. See `PolicyUpdate.load_state_dict` for arguments and errors."""
+    """Create a folder for weights in a worker thread. See `PolicyUpdate.load_state_dict` for arguments and errors."""
 
     def run() -> StagedWeights:
         bases = _bases(backends, base)
@@ -340,7 +341,7 @@ async def stage_weights(
 
 
 def is_this_host(host: str) -> bool:
-    """Return whether a name or address is this host's own. Blocks for the time of a name's resolution."""
+    """Return whether a name or address belongs to this host. Blocks while the name is resolved."""
     try:
         family, kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -358,7 +359,7 @@ def _elsewhere(backends: Sequence[UpdatedBackend]) -> list[str]:
 def _visible(
     path: Path, backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None
 ) -> tuple[ModelFolder, ...]:
-    """Return the models that what is in `path` is compared with, at least one."""
+    """Return the models (at least one) to compare the contents of `path` with."""
     bases = _bases(backends, base)
     if not bases:
         raise WeightsRefused(
@@ -374,7 +375,7 @@ def _unseen(backends: Sequence[UpdatedBackend]) -> str:
 
 
 def _bases(backends: Sequence[UpdatedBackend], base: str | os.PathLike[str] | None) -> tuple[ModelFolder, ...]:
-    """Return the models that the engines serve, as far as their folders are visible here; or the one in `base`."""
+    """Return the models that the engines serve, if their folders are visible here; otherwise the model in `base`."""
     if base is not None:
         return (ModelFolder.read(Path(base).absolute()),)
     folders = dict.fromkeys(Path(each.model_folder) for each in backends if each.model_folder)

@@ -1,4 +1,4 @@
-"""Private folders for weights: as many as are in use, and removed with the client, also after a kill."""
+"""Private folders for weights: only folders in use are kept, and all are removed with the client, even after a kill."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 AFTER_KILL_S: Final = 300
-"""Time for which the folders of a killed trainer stay: longer than a node takes to give up its update, so that the
-former weights can be loaded from them once more."""
+"""Seconds for which the folders of a killed trainer are kept. A node gives up the update earlier, so it can still
+reload the former weights from them."""
 PREFIX: Final = "prorl-weights-"
 STOP_TIMEOUT_S: Final = 10.0
 
 _WATCHDOG: Final = 'cat >/dev/null; sleep "$1"; rm -rf -- "$2"'
-"""Ends its first wait when the trainer's end of the pipe is closed, however that comes."""
+"""Waits until the trainer's end of the pipe closes, for whatever reason, and removes the folder after a delay."""
 
 
 class WeightStore:
-    """The folders of one client below one parent. Nothing is made before the first is asked for.
+    """The folders of one client below one parent. Nothing is created before the first request.
 
-    A shell process, of a session of its own, waits for the end of this one: after a kill it removes what is left,
-    `AFTER_KILL_S` later. Methods block; one thread at a time.
+    A shell process in its own session waits for this process to exit. After a kill it removes the remaining folders,
+    `AFTER_KILL_S` later. Methods block; use one thread at a time.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -39,10 +39,10 @@ class WeightStore:
         self._count = 0
 
     def new_folder(self) -> Path:
-        """Make an empty folder and return it.
+        """Create an empty folder and return it.
 
         Raises:
-            WeightsRefused: the parent is no folder that can be written to.
+            WeightsRefused: the parent is not a writable folder.
         """
         try:
             if self._root is None:
@@ -56,7 +56,7 @@ class WeightStore:
         return folder
 
     def keep_only(self, folder: Path | None) -> None:
-        """Remove all folders but this one. None: all."""
+        """Remove all folders except this one. None removes all."""
         if self._root is not None:
             for other in self._root.iterdir():
                 if other != folder:
@@ -83,7 +83,7 @@ def _watch(root: Path) -> subprocess.Popen[bytes]:
 
 
 def _stop(watchdog: subprocess.Popen[bytes]) -> None:
-    """Kill the process and what it runs, and reap it."""
+    """Kill the process and its children, and reap it."""
     pipe: IO[bytes] | None = watchdog.stdin
     os.killpg(watchdog.pid, 9)  # not reaped yet, so the id is still its own
     watchdog.wait(STOP_TIMEOUT_S)
@@ -92,7 +92,7 @@ def _stop(watchdog: subprocess.Popen[bytes]) -> None:
 
 
 class WeightStores:
-    """The stores of one client, by their parent. Methods block; one thread at a time."""
+    """The stores of one client by parent folder. Methods block; use one thread at a time."""
 
     def __init__(self) -> None:
         self._stores: dict[Path, WeightStore] = {}
@@ -100,20 +100,19 @@ class WeightStores:
 
     @property
     def used(self) -> bool:
-        """Return whether there may be folders."""
+        """Return whether folders may exist."""
         return bool(self._stores)
 
     def new_folder(self, parent: Path) -> Path:
-        """See `WeightStore.new_folder`."""
         return self._stores.setdefault(parent, WeightStore(parent)).new_folder()
 
     def use(self, folder: Path | None) -> None:
-        """Remove every folder but this one, which engines have from now on; None: every one."""
+        """Remove every folder except this one, which the engines now use; None removes all."""
         self._in_use = folder
         self.discard_unused()
 
     def discard_unused(self) -> None:
-        """Remove every folder but the one in use."""
+        """Remove every folder except the one in use."""
         for store in self._stores.values():
             store.keep_only(self._in_use)
 

@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> int:
-    """Run the daemon; returns its exit code: 0 at the end of its connection, 2 if it was started wrongly."""
+    """Run the daemon; return its exit code: 0 at the end of its connection, 2 if it was started wrongly."""
     options = _parse_options()
     if options.guard:
         from prorl_daemon.guard import stay_behind

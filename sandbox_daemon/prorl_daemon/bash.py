@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     SendOutput = Callable[[bytes], Awaitable[None]]
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
-"""Most a command's result may keep: as text with replacements, three times as much, it still fits a frame."""
+"""Limit of a command's result: even as text with replacements, three times as long, it fits into a frame."""
 INTERRUPT_GRACES_S = (0.05, 0.95)
-"""From SIGINT to SIGKILL of a command that ran out of time. In between, a job that the shell was just starting, and
-that may not have got the signal, gets another."""
+"""Delays from SIGINT to SIGKILL of a command that timed out. In between, SIGINT is repeated for a job that the shell
+was just starting, and that may have missed the first one."""
 MAX_INPUT_BYTES = 4096
-"""Bytes of one `BashInput`: as many as a terminal holds for a program that does not read it."""
+"""Limit of one `BashInput`, which is the capacity of a terminal for a program that does not read it."""
 KILL_ROUNDS = 2
 KILL_GRACE_S = 0.25
-"""For the prompt to come back after each step that follows; after so many rounds of them the shell is killed."""
+"""Time for the prompt to return after each following step. After `KILL_ROUNDS` rounds the shell is killed."""
 STOP_DEADLINE_S = 4.0
-"""For all of that together, however the kernel dawdles."""
+"""Time limit for all these steps together, however slow the kernel is."""
 
 
 class BashSession:
     """A bash that keeps its directory, variables and functions from one command to the next.
 
-    Commands run one after another; a second caller waits for the first. Where there is no bash, it is the image's `sh`.
-    The session lives in `serve`.
+    Commands run one after another; a second caller waits for the first. Without bash, the image's `sh` is used. The
+    session lives in `serve`.
 
     Args:
         env: the whole environment of the shell.
@@ -64,22 +64,22 @@ class BashSession:
         return f"<BashSession: {self._keeper!r}>"
 
     async def serve(self, *, prestart: bool) -> None:
-        """Start a shell when the first command comes (at once if `prestart`), until cancelled; then kill it."""
+        """Start a shell with the first command (at once if `prestart`), until cancelled; then kill it."""
         if prestart:
             self._keeper.want()
         await self._keeper.serve()
 
     async def run(self, request: BashRun, send_output: SendOutput) -> BashResult:
-        """Run one command to its end, to its deadline, or until it has been quiet for `quiet_timeout_s`.
+        """Run one command until its end, its deadline, or `quiet_timeout_s` without output.
 
-        `send_output` gets its output as it comes, if streamed. After `timeout_s`, and on cancellation, the foreground
-        job gets SIGINT, then SIGKILL with its descendants; if the prompt does not come back, the shell and its session
-        are killed. Shielded, within `STOP_DEADLINE_S`. A command that was quiet goes on: `input` follows it up.
+        `send_output` gets its output as it arrives, if streamed. After `timeout_s`, and on cancellation, the foreground
+        job gets SIGINT, then SIGKILL with its descendants. If the prompt does not return, the shell and its session are
+        killed. Shielded, within `STOP_DEADLINE_S`. A quiet command continues, and `input` attends to it.
 
         Raises:
             CallError: `bad_request` (a NUL in the command, a limit out of range), `no_shell` (it cannot be started),
-                `shell_lost` (there was one, and no other can be started), `busy` (an earlier command is still running;
-                this one was not begun).
+                `shell_lost` (it ended, and another cannot be started), `busy` (an earlier command is still running;
+                this one was not started).
         """
         if "\0" in request.command:
             raise CallError("bad_request", f"command: has a NUL at character {request.command.index(chr(0))}")
@@ -105,10 +105,10 @@ class BashSession:
             return await self._report(shell, running, how, started_s, restarted)
 
     async def input(self, request: BashInput, send_output: SendOutput) -> BashResult:
-        """Type keys for the command that is still running, and wait for it as `run` does, which a cancel ends too.
+        """Type keys for the running command, and wait for it as `run` does; a cancel also ends the command.
 
         Raises:
-            CallError: `bad_request`, `not_running` (no command was left running, or its end has been told).
+            CallError: `bad_request`, `not_running` (no command is running, or its end was already reported).
         """
         _check(request)
         if len(request.keys) > MAX_INPUT_BYTES:
@@ -127,7 +127,7 @@ class BashSession:
             return await self._report(shell, running, how, started_s, restarted=False)
 
     async def restart(self) -> int:
-        """Kill the shell with all of its session, and start a new one. Waits for the call that is going on.
+        """Kill the shell with its whole session, and start a new one. Waits for the current call.
 
         Returns:
             The new shell's pid.
@@ -152,7 +152,10 @@ class BashSession:
         send_output: SendOutput,
         act: Callable[[], Awaitable[None]],
     ) -> Literal["ended", "quiet", "timed_out"]:
-        """`act`, and then wait for the command. Ended, but for `quiet`, when this returns or raises."""
+        """Call `act`, then wait for the command.
+
+        When this returns or raises, the command has ended unless it was `quiet`.
+        """
         send_chunk = receive_chunk = None
         if request.stream:
             send_chunk, receive_chunk = trio.open_memory_channel[bytes](STREAM_BUFFER_CHUNKS)
@@ -203,7 +206,7 @@ class BashSession:
         )
 
     def _forget_ended(self) -> bytes:
-        """Return what the command that was left running has written since, if it has ended, and forget it."""
+        """Return the output of the unattended command since its last call, if it has ended, and forget the command."""
         if self._left is None:
             return b""
         _, running = self._left
@@ -250,7 +253,7 @@ def _check(request: BashRun | BashInput) -> None:
 
 
 async def _wait(running: RunningCommand, quiet_timeout_s: float | None) -> bool:
-    """Until the command has ended; True if it was quiet for `quiet_timeout_s` instead."""
+    """Wait until the command has ended; return True if it was quiet for `quiet_timeout_s` instead."""
     if quiet_timeout_s is None:
         await running.ended.wait()
         return False
@@ -268,7 +271,7 @@ async def _stream(
     send_output: SendOutput,
     quiet_timeout_s: float | None,
 ) -> bool:
-    """`_wait`, passing on the output meanwhile."""
+    """Wait as `_wait`, and send the output as it arrives."""
     while not running.ended.is_set() or chunks.statistics().current_buffer_used:
         with trio.move_on_after(quiet_timeout_s) if quiet_timeout_s else trio.CancelScope() as quiet:
             try:
@@ -283,7 +286,10 @@ async def _stream(
 
 
 async def _stop(shell: Shell, running: RunningCommand) -> None:
-    """End a command: ask, then kill its job, then kill the shell. Returns when it has ended and the shell is ready."""
+    """End a command: interrupt it, then kill its job, then the shell.
+
+    Returns when it has ended and the shell is ready.
+    """
     if await _end_command(shell, running):
         await shell.settle()
     else:

@@ -1,26 +1,26 @@
-"""bash in the words of `shell_protocol`: over descriptors of its own. The text that it reads is all here.
+"""bash as a dialect of `shell_protocol`, over its own descriptors. All text that bash reads is in this module.
 
-1. The trigger, typed at the shell's top level, has the nonce and the command in it (a command that is long, or has
-   characters that a terminal treats specially, is read from its file). It writes `BEGUN_MARK` to the record pipe,
+1. The trigger, typed at the shell's top level, contains the nonce and the command. (A command that is long, or contains
+   characters that a terminal treats specially, is read from its file.) It writes `BEGUN_MARK` to the record pipe,
    evaluates the command, and reports. Our descriptors are closed in all programs, but not in the shell itself.
 2. A report writes the record to that pipe: nonce, exit code, directory, options, traps, disabled builtins and function,
    with a NUL after each; the traps may come before the nonce. Then it writes the nonce to the terminal and passes the
    gate. `PROMPT_COMMAND`, which bash runs whenever it is ready again, reports a command that was interrupted. At every
-   prompt but the first after a report it writes `PROMPT_MARK` and the last nonce. (The nonce lies ready in a file, too,
-   because a command may unset our variables.)
-3. A report also takes away what could disturb our own lines: the options of `NEUTRAL`, aliases, the traps that bash
-   runs for its every command, and a function `builtin`; it enables the builtins that we call. The next command begins
-   with text that puts all of that back.
+   prompt but the first after a report it writes `PROMPT_MARK` and the last nonce. (The nonce is also in a file, because
+   a command may unset our variables.)
+3. A report also removes everything that could disturb our own lines: the options of `NEUTRAL`, aliases, the traps that
+   bash runs for every command, and a function `builtin`. It enables the builtins that we call. The next command begins
+   with text that restores all of this.
 4. Our lines are in a function, `__prorl_f`, which a user can see (`declare -f`) and delete. The trigger and
-   `PROMPT_COMMAND` then evaluate the long report, which lies in the hook file and defines the function anew. A command
-   that deletes the function and makes `builtin` useless is reported when its time is up; one that deletes it and
-   disables a builtin that the report calls finds that enabled again.
+   `PROMPT_COMMAND` then evaluate the long report, which is in the hook file and defines the function again. A command
+   that deletes the function and makes `builtin` useless is reported when it times out. A command that deletes it and
+   disables a builtin that the report calls finds the builtin enabled again.
 
-What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; `set -o vi`,
-`set +o vi` and the same of `emacs`, which in bash 5.2 replace the input of any `eval` they are in (a file that is
-sourced may have them); and what takes the report's means away, such as a limit below our descriptors' numbers
-(`ulimit -n 4`) or a restricted shell: it exits then with the command's exit code. A `DEBUG` trap that refuses every
-command under `extdebug` refuses our lines as well: such a shell is replaced when the command's time is up.
+The shell is ended by `exit`, `exec`, a failing command under `set -e`, end of file on its input, and `TMOUT`. The same
+holds for `set -o vi`, `set +o vi` and the same with `emacs`. In bash 5.2 these replace the input of the surrounding
+`eval` (a sourced file may contain them). It also exits, with the command's exit code, if the report's means are
+removed, for example by a limit below our descriptors' numbers (`ulimit -n 4`) or a restricted shell. A `DEBUG` trap
+that refuses every command under `extdebug` also refuses our lines; such a shell is replaced when the command times out.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ if TYPE_CHECKING:
 
 
 COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD, GATE_FD, HOOK_FD = 50, 51, 52, 53, 54, 55
-"""Above what people use and bash saves descriptors in, and below any usual limit."""
+"""Above the descriptors that people use and that bash saves into, and below any usual limit."""
 NEUTRAL: Final = "aeEkTtuvx"
-"""Options, as letters of `$-`, that are off in our own lines. All but `-v` are put back."""
+"""Options, as letters of `$-`, that are off in our own lines. All but `-v` are restored."""
 NONCE_CHARS = 33
 MAX_TYPED_CHARS = 500
-"""A longer command is read from its file: a terminal holds 4,095 characters of a line, and carries them slowly."""
+"""A longer command is read from its file, because a terminal holds 4,095 characters of a line, and is slow."""
 
 # Our variables are the elements of one array, because `set -a` exports no array: 1 the exit code and 2 the options
 # after the command, 3 whether it is reported ("1"; "2" after the next prompt), 4 whether `builtin` works, 5 text
-# that puts it back, 6 nothing that matters, 7 the nonce, 8 the command, 9 `_LONG_REPORT`, 10 `PROMPT_COMMAND`.
-# Backslashes keep aliases out. Output of `set -x`, traps, and complaints about our own lines go nowhere. SIGINT makes
-# bash drop what it does and show another prompt: what it cuts off here is done anew. Bash parses the trigger and
-# `PROMPT_COMMAND` anew for every command, some 60 ns a character: what they do is in a function that it parses once.
+# that restores it, 6 unimportant, 7 the nonce, 8 the command, 9 `_LONG_REPORT`, 10 `PROMPT_COMMAND`.
+# Backslashes prevent aliases. Output of `set -x`, traps, and complaints about our own lines is discarded. SIGINT makes
+# bash stop and show another prompt: parts that it cuts off here are repeated. Bash parses the trigger and
+# `PROMPT_COMMAND` for every command, some 60 ns a character, so their code is in a function that it parses once.
 _RECORD = r"""\builtin printf "%s\0%s\0%s\0%s\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "${__prorl[2]}" """
 _SHORT_RECORD = r"""\builtin printf "%s\0%s\0%s\0%s\0\0\0\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "$-" """
 _TRAPS = r"""\builtin trap -p DEBUG ERR RETURN"""
 _UNTRAP = r"""\builtin trap - DEBUG ERR RETURN"""
-# A `read` may have left what it had not looked at yet in a buffer of bash's own, which the next `read` would take for
-# what it reads: from /dev/null, our standard input, it only empties that. Other ways to read depend on `IFS`.
+# A `read` may have left unread data in a buffer of bash, which the next `read` would mistake for its input.
+# A read from /dev/null, our standard input, only empties it. Other ways to read depend on `IFS`.
 _EMPTY_BUFFER = r"""\builtin read -r -d "" "__prorl[6]" """
 _FINISH = (
     r"""\builtin printf %s "${__prorl[7]}" >&52 && \builtin read -r -u 54 "__prorl[6]" && """
     r"""\builtin printf "\n" >&54 && __prorl[1]= __prorl[2]= __prorl[3]=1"""
 )
 _EXIT = r"""\builtin exit "${__prorl[1]:-1}"; \builtin exit "${__prorl[1]:-1}" """
-# Whatever state the command left the shell in. Until `set` runs, a line that fails may end the shell, and so may an
-# unset variable. In POSIX mode no function comes before `unset`.
+# Works in any state that the command left. Until `set` runs, a failing line may end the shell, and so may an
+# unset variable. In POSIX mode functions do not take precedence over `unset`.
 _REPAIR = (
     r"""__prorl[2]=${__prorl[2]:-$-:$SHELLOPTS:$BASHOPTS} __prorl[4]=; """
     r"""\builtin printf -v "__prorl[4]" x && \builtin eval "" || __prorl[4]=; case ${__prorl[4]-} in x) ;; *) """
@@ -72,14 +72,14 @@ _REPAIR = (
     r"""case ${__prorl[9]-} in "") \builtin enable read || __prorl[6]=; """
     rf"""{_EMPTY_BUFFER}; \builtin read -r -N 99999 -u 55 "__prorl[9]" || __prorl[6]=;; esac"""
 )
-# Where the function is gone, nothing has repaired what this calls; that it was disabled is forgotten then.
+# If the function is gone, the builtins called here were not repaired; that they were disabled is forgotten then.
 _EVAL_LONG_REPORT = (
     r"""\builtin enable builtin eval printf read; """
     r"""case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; """
     r"""\builtin eval "${__prorl[9]-}" """
 )
-# Where a command left nothing that is in the way of our lines, as most do, the report is a short one, and what it calls
-# is enabled. A file that was sourced may have switched line editing on, which bash only switches off at the top level.
+# Most commands leave nothing that disturbs our lines; then the report is short, and the builtins that it calls are
+# enabled. A sourced file may have switched line editing on, which bash only switches off at the top level.
 _FUNCTION = (
     r"""__prorl_f() { case ${1-} in """
     r"""s) \builtin return "$2";; """
@@ -96,15 +96,15 @@ _FUNCTION = (
     rf"""{_REPAIR}; \builtin return 1;; """
     r"""esac; }"""
 )
-# Whether it is reported is asked for anew, because a command may have replaced the function.
+# Whether it is reported is checked again, because a command may have replaced the function.
 _PROMPT_COMMAND = (
     r"""case ${__prorl[3]-} in 1) __prorl[3]=2;; *) { __prorl[1]=${__prorl[1]:-$?}; \__prorl_f p; """
     rf"""case ${{__prorl[3]-}} in 2) ;; *) {_EVAL_LONG_REPORT} && __prorl[3]=2;; esac; }} """
     r"""</dev/null >/dev/null 2>&1 || \__prorl_f x;; esac"""
 )
-# Bash parses it line by line: the first one has no reserved word, of which the command may have made an alias. The
-# end of POSIX mode switches aliases on, and its beginning `inherit_errexit`. A command may have made `PROMPT_COMMAND` a
-# list, which an assignment leaves in place, or read-only.
+# Bash parses it line by line: the first line contains no reserved word, since the command may have aliased it. The
+# end of POSIX mode enables aliases, and its beginning `inherit_errexit`. A command may have made `PROMPT_COMMAND` a
+# list, which an assignment does not replace, or read-only.
 _LONG_REPORT = (
     r"""__prorl[2]=${__prorl[2]:-$-:$SHELLOPTS:$BASHOPTS}; \builtin shopt -u expand_aliases || __prorl[6]="""
     "\n"
@@ -134,28 +134,28 @@ _TRIGGER_END = (
 )
 
 
-# A copy of a descriptor that bash has saved, for the time of a redirection, is closed in programs as the saved one is.
+# A copy of a descriptor that bash saved during a redirection is closed in programs, like the saved one.
 _CLOSE_ON_EXEC = "".join(
     f"{{ exec 60<&10; }} {fd}<&-; exec {fd}<&60 60<&-; "
     for fd in (COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD, GATE_FD, HOOK_FD)
 )
 
 
-# A POSIX shell (dash, busybox) in the words of `shell_protocol`.
+# A POSIX shell (dash, busybox) as a dialect of `shell_protocol`.
 #
-# It has no `PROMPT_COMMAND`, and reads no descriptor above 9 by number: what it inherits it opens by the paths in
+# It lacks `PROMPT_COMMAND`, and reads no descriptor above 9 by number: it opens inherited ones by their paths in
 # /proc/self. (The daemon's own descriptors cannot be opened from another process: see `limits.hide_self`.)
 #
 # 1. The trigger writes `BEGUN_MARK`, sets `PS1` and sources the command's file.
 # 2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record,
-#    writes the nonce to the terminal, and passes the gate. It runs in a subshell, so it cannot remember what it did:
-#    later prompts repeat it. Where a command has made `PS1` read-only, the end of the trigger sources the hook; after a
-#    command that changes `PS1` and never comes to that end (C-c), the daemon types a line that does. busybox shows our
+#    writes the nonce to the terminal, and passes the gate. It runs in a subshell, so it cannot store its state:
+#    later prompts repeat it. If a command has made `PS1` read-only, the end of the trigger sources the hook. After a
+#    command that changes `PS1` and never reaches that end (C-c), the daemon types a line that does. busybox shows our
 #    next trigger after a command that left the terminal's echo on.
 #
-# Our lines in the shell itself are special builtins and syntax, which no function can hide, and backslashes keep
-# aliases out; the hook's subshell drops functions of its names. `set -v` is off between commands. `set -n`, which
-# dash obeys, ends the shell when the command's time is up.
+# Our lines in the shell itself are special builtins and syntax, which no function can hide, and backslashes prevent
+# aliases; the hook's subshell drops functions of its names. `set -v` is off between commands. `set -n`, which
+# dash obeys, ends the shell when the command times out.
 
 _HOOK = r"""__prorl_status=${{__prorl_status:-$?}} __prorl_flags=$-
 \trap "" INT
@@ -166,7 +166,7 @@ _HOOK = r"""__prorl_status=${{__prorl_status:-$?}} __prorl_flags=$-
 \read -r __prorl_gate <{gate}
 \printf '\n' >{gate}
 """
-# An assignment to a read-only variable would take the rest of the line with it, so a subshell tries it.
+# An assignment to a read-only variable would skip the rest of the line, so a subshell tests it.
 _SET_PROMPT = r"""case ${{PS1-}} in '{prompt}') ;; *) (PS1= PS2=) && PS1='{prompt}' PS2=;; esac"""
 _TRIGGER = (
     rf"""{{{{ \unset __prorl_status; \:; {_SET_PROMPT}; (\unset -f printf; \printf '\2') >{{record}}; }}}} """
@@ -174,7 +174,7 @@ _TRIGGER = (
     rf"""{_SET_PROMPT} || (\. {{hook}}) || \:; }}}} 2>/dev/null"""
 )
 _RESTORE_STATUS = "(exit {}) || "
-# With `set -e`, a file that ends with a status that is not 0 ends the shell, even if no command did (`! true`).
+# With `set -e`, a file with a non-zero final status ends the shell, even if no command failed (`! true`).
 _KEEP_STATUS = "\n\n{ __prorl_status=$?; } 2>/dev/null\n"
 _SETS_E = re.compile(r"\bset\b[^\n;|&]*(?:-\w*e|errexit)")
 _FIRST_FD = 60
@@ -182,7 +182,7 @@ _PROMPT = r"$({{ \. {hook}; }} 2>/dev/null)"
 
 
 class PosixShell(Dialect):
-    """An interactive `sh`. It edits no lines, for its terminal does not echo."""
+    """An interactive `sh`. It needs no line editing, because its terminal does not echo."""
 
     options: ClassVar[tuple[str, ...]] = ("-i",)
     init_command = "PS4='+ '"
@@ -202,7 +202,7 @@ class PosixShell(Dialect):
         return self._inherited
 
     def trigger(self, command: str, nonce: str, last: CommandEnd) -> bytes:
-        # Only where it may matter: what ends within the command, such as a here-document, would take the line in.
+        # Only if necessary: an unfinished construct in the command, such as a here-document, would swallow the line.
         end = _KEEP_STATUS if "e" in last.flags or _SETS_E.search(command) else "\n"
         replace_content(self.files.command, f"{command}{end}")
         replace_content(self.files.hook, _HOOK.format(nonce=nonce, **self._paths))
@@ -215,7 +215,7 @@ class PosixShell(Dialect):
 
 
 class Bash(Dialect):
-    """bash, interactive, with no history, no `!` expansion and no mail check."""
+    """bash, interactive, without history, `!` expansion and mail check."""
 
     options: ClassVar[tuple[str, ...]] = ("--norc", "--noprofile", "--noediting", "-i")
     terminal_fd = TERMINAL_FD
@@ -259,7 +259,7 @@ class Bash(Dialect):
 
 
 def _restore(last: CommandEnd) -> str:
-    """Return lines that put back what the last report took away; empty if it was nothing."""
+    """Return lines that restore the state removed by the last report; empty if it removed nothing."""
     letters, _, names = last.flags.partition(":")
     options = "".join(letter for letter in letters if letter in NEUTRAL and letter != "v")
     has_history, has_aliases = ("history" in names.split(":")), names.endswith(":aliases")
@@ -272,7 +272,7 @@ def _restore(last: CommandEnd) -> str:
         lines.append("\\builtin set -o history\n")
     if options:
         lines.append(f"\\builtin set -{options}\n")
-    # `enable -n` of what our lines need, and then the function that hides it: nothing of ours can follow.
+    # `enable -n` of builtins that our lines need, then the hiding function: none of our lines can follow.
     function = "".join(line for line in last.function.splitlines(True) if not line.startswith("enable -n "))
     disabled = [
         line.removeprefix("enable -n ")
@@ -284,7 +284,7 @@ def _restore(last: CommandEnd) -> str:
     if function:
         lines.append(f"{function}\n")
     if not (disabled or function):
-        # With `set -e`, a status that is not 0 would end the shell.
+        # With `set -e`, a non-zero status would end the shell.
         lines.append(f"\\builtin return {0 if 'e' in options else last.exit_code}\n")
     enable = "\\builtin enable unset; " if disabled else ""
     return f"__prorl_r() {{ {enable}\\builtin unset -f __prorl_r\n{''.join(lines)}}}; __prorl_r >/dev/null 2>&1"

@@ -13,7 +13,7 @@ from prorl_daemon.output import OutputBuffer
 
 READ_BYTES = 64 * 1024
 IDLE_OUTPUT_BYTES = 64 * 1024
-"""Kept of what threads and background processes write between two cells, for each of the two streams."""
+"""Limit for output of threads and background processes between two cells, for each of the two streams."""
 
 
 class CellOutput:
@@ -21,7 +21,7 @@ class CellOutput:
 
     Args:
         name: `stdout` or `stderr`.
-        chunks: where it goes as it comes, if anywhere, with its name.
+        chunks: receives the output as it arrives, with its name, or None.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class CellOutput:
         self.chunks = chunks
 
     async def take(self, data: bytes) -> None:
-        """Keep `data`, output of the cell, and send it to the stream, if there is one.
+        """Store `data`, output of the cell, and send it to the stream, if any.
 
-        Waits while the stream's reader is behind, which holds the cell up in turn.
+        Waits while the stream's reader is behind, which in turn delays the cell.
         """
         if not data:
             return
@@ -43,11 +43,11 @@ class CellOutput:
             try:
                 await self.chunks.send((self.name, data))
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                self.chunks = None  # nobody listens any more
+                self.chunks = None  # the reader is gone
 
 
 class OutputPipe:
-    """The reading end of one of the child's output streams. Always read, so that nothing in the child ever blocks."""
+    """The reading end of one of the child's output streams. It is always read, so that the child never blocks."""
 
     def __init__(self, name: str, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -58,26 +58,26 @@ class OutputPipe:
         self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
 
     async def serve(self) -> None:
-        """Read until the stream ends, that is until every process that has it is gone."""
+        """Read until the stream ends, which is when every process with its writing end is gone."""
         while True:
             await trio.lowlevel.wait_readable(self._fd)
             try:
                 data = os.read(self._fd, READ_BYTES)
-            except BlockingIOError:  # `finish` was faster
+            except BlockingIOError:  # `finish` read it first
                 continue
             if not data:
                 return
             await self._take(data)
 
     async def begin(self, cell: CellOutput) -> None:
-        """Give the output to `cell` from now on, beginning with what came since the last cell."""
+        """Assign the output to `cell` from now on, beginning with the output since the last cell."""
         self._cell = cell
         if self._idle_output.total_bytes:
             idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
             await cell.take(idle_output.capped().data)
 
     async def finish(self) -> None:
-        """Take what is in the pipe by now for the cell that has ended; later output is not the cell's."""
+        """Read the pipe's current content for the cell that has ended; later output does not belong to the cell."""
         if not self._closed:
             (waiting_bytes,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)))
             while waiting_bytes > 0:
@@ -87,7 +87,7 @@ class OutputPipe:
         self._cell = None
 
     def recent_text(self) -> str:
-        """Return what came between cells and has not been handed on."""
+        """Return the output between cells that was not yet assigned."""
         return self._idle_output.capped().text
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from prorl_ipc.sandbox_calls import CellError, Display
 
 CONTROL_MAX_FRAME_BYTES = 32 * 1024 * 1024
 NO_MEMORY_EXIT = 71
-"""Exit code of a child that had no memory left to answer."""
+"""Exit code of a child without enough memory to answer."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
@@ -16,7 +16,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class StartChild(_Message, frozen=True):
-    """First message to the child: the environment it takes on in place of its own, and its directory."""
+    """First message to the child: its environment, which replaces its own, and its directory."""
 
     env: dict[str, str]
     cwd: str
@@ -37,7 +37,7 @@ class RunCell(_Message, frozen=True):
 class CellDone(_Message, frozen=True):
     """The child's answer to `RunCell`. Everything the cell wrote to the pipes was written before this.
 
-    `number` is that of the cell; an answer with another is none of it.
+    `number` is the cell's; an answer with another number belongs to another cell.
     """
 
     result: str | None

@@ -1,4 +1,4 @@
-"""The daemon's direct children, and the orphans it adopts: one place waits for all of them."""
+"""The daemon's direct children, and the orphans that it adopts, awaited in one place."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 SIGNAL_EXIT_BASE = 128
-"""Exit code of a process ended by signal n, as shells report it: this plus n."""
+"""Added to a signal number in the exit code of a process that the signal ended, as shells report it."""
 
 
-# Marks by which all that a program starts can be told to be its own, wherever it detaches itself to.
+# Marks that identify all processes started by a program, even if they detach themselves.
 #
-# A process loses its parent and its session when it becomes a daemon, but not its resource limits: they are inherited.
-# The mark is one that Linux keeps and has no use for, `RLIMIT_LOCKS`. The filter of system calls keeps its bearer
+# A daemonising process loses its parent and its session, but not its resource limits, which are inherited. The
+# mark is a limit that Linux keeps but does not use, `RLIMIT_LOCKS`. The filter of system calls prevents its bearer
 # from changing it. Without a filter (the provider `process`) a program that changes it ends with its sandbox.
 
 FIRST_MARK = 1 << 40
@@ -50,7 +50,7 @@ ONE_USER = "more than one takes Apptainer with sandbox.fakeroot, and a range of 
 
 
 class Account(msgspec.Struct, frozen=True):
-    """A user of the sandbox, as its image knows it."""
+    """A user of the sandbox, as defined in its image."""
 
     name: str
     uid: int
@@ -60,10 +60,10 @@ class Account(msgspec.Struct, frozen=True):
 
 
 def find_account(user: str) -> Account | None:
-    """The account of this name or number; None for the daemon's own, which takes no change. Blocks.
+    """Return the account with this name or number; None for the daemon's own, which needs no change. Blocks.
 
     Raises:
-        CallError: `no_user`, there is none; `permission`, this process may not become another user.
+        CallError: `no_user`, it does not exist; `permission`, this process may not become another user.
     """
     try:
         entry = pwd.getpwuid(int(user)) if user.isascii() and user.isdigit() else pwd.getpwnam(user)
@@ -78,22 +78,22 @@ def find_account(user: str) -> Account | None:
 
 
 def new_mark() -> int:
-    """Return a mark that nothing has."""
+    """Return an unused mark."""
     return next(_marks)
 
 
 @contextmanager
 def born_with(mark: int) -> Iterator[None]:
-    """Give this mark to the processes that this thread starts in the block; 0: none.
+    """Set this mark for processes that this thread starts in the block; 0: none.
 
-    Blocks while another thread is in such a block: whatever this process starts, it has to start in one.
+    Blocks while another thread is in such a block, so every start of a process must be in one.
     """
     with _birth:
         if not mark:
             yield
             return
         own, most = resource.getrlimit(RLIMIT_LOCKS)
-        with suppress(ValueError, OSError):  # the machine allows less
+        with suppress(ValueError, OSError):  # the machine's limit is lower
             prlimit(0, RLIMIT_LOCKS, (mark, most))
         try:
             yield
@@ -102,7 +102,7 @@ def born_with(mark: int) -> Iterator[None]:
 
 
 def has_mark(pid: int, mark: int) -> bool:
-    """Return whether the process has the mark. False if there is no such process."""
+    """Return whether the process has the mark; False if it does not exist."""
     try:
         with open(f"/proc/{pid}/limits", "rb") as file:
             found = _LIMIT.search(file.read())
@@ -112,7 +112,7 @@ def has_mark(pid: int, mark: int) -> bool:
 
 
 class Child:
-    """A direct child. Until `exit_code` is set its pid cannot belong to another process: only the reaper reaps.
+    """A direct child. Until `exit_code` is set its pid is not reused, because only the reaper reaps.
 
     `was_killed`: a signal ended it, which its exit code alone does not prove.
     """
@@ -133,13 +133,13 @@ class Child:
         return self.exit_code
 
     def kill_group(self, signal_number: int) -> None:
-        """Signal the child's process group, which it leads. Nothing happens once the child was reaped."""
+        """Signal the child's process group, which it leads. Has no effect once the child was reaped."""
         if self.exit_code is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal_number)
 
     def ended(self, wait_status: int) -> None:
-        """Take the status that `waitpid` gave, set `exit_code` and wake `wait`. Only the reaper calls this."""
+        """Set `exit_code` from the status of `waitpid` and wake `wait`. Only the reaper calls this."""
         code = os.waitstatus_to_exitcode(wait_status)
         self.was_killed = code < 0
         self.exit_code = code if code >= 0 else SIGNAL_EXIT_BASE - code
@@ -147,14 +147,14 @@ class Child:
 
 
 class ChildReaper:
-    """Waits for every child of the process. Nothing else in it may call `wait` in any form.
+    """Waits for every child of the process. Other code must not call `wait` in any form.
 
     Args:
-        limits: what each child may use, with all that it starts.
+        limits: limits of each child and its descendants.
         isolated: see `limit_this`.
 
     Attributes:
-        limit_this: what a child calls before it executes its program: what that starts at once has the limits as well.
+        limit_this: called by a child before it executes its program, so that all its descendants have the limits.
     """
 
     def __init__(self, limits: SandboxLimits, *, isolated: bool) -> None:
@@ -166,7 +166,6 @@ class ChildReaper:
         return f"<ChildReaper of {sorted(self._children)}>"
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Reap until cancelled."""
         with trio.open_signal_receiver(signal.SIGCHLD) as signals:
             task_status.started()
             self.reap()
@@ -175,7 +174,7 @@ class ChildReaper:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Hold reaping back while a process is started, so that a child that ends at once is not reaped unknown."""
+        """Postpone reaping while a process is started, so that a child that ends at once is not reaped unknown."""
         self._starting += 1
         try:
             yield
@@ -195,17 +194,17 @@ class ChildReaper:
         account: Account | None = None,
         mark: int = 0,
     ) -> Child:
-        """Start a program in a session of its own.
+        """Start a program in its own session.
 
         Args:
             argv: the program and its arguments.
-            streams: descriptors of its input, output and errors; they stay the caller's to close.
+            streams: descriptors of its input, output and errors; the caller closes them.
             env: its whole environment.
             cwd: its folder; None: this process's.
-            pass_fds: descriptors that it inherits by the same numbers; they stay the caller's to close.
-            limiter: of the threads in which programs are started.
-            account: whom it runs as, if not as this process.
-            mark: what it and all that it starts can be told by, for ever: see `born_with`.
+            pass_fds: descriptors that it inherits under the same numbers; the caller closes them.
+            limiter: limiter of the threads in which programs are started.
+            account: its user, if not the user of this process.
+            mark: permanent mark of the program and its descendants, see `born_with`.
 
         Raises:
             OSError, ValueError: it could not be started.
@@ -236,13 +235,12 @@ class ChildReaper:
             return self.adopt(await run_blocking(spawn, limiter=limiter))
 
     def adopt(self, pid: int) -> Child:
-        """Watch a process just started, which called `limit_this`. Call inside `starting`."""
+        """Watch a process that was just started and has called `limit_this`. Call inside `starting`."""
         die_first(pid)
         child = self._children[pid] = Child(pid)
         return child
 
     def reap(self) -> None:
-        """Collect everything that has ended. Returns at once."""
         while not self._starting:
             try:
                 pid, wait_status = os.waitpid(-1, os.WNOHANG)
@@ -257,9 +255,9 @@ class ChildReaper:
 
 @contextmanager
 def _path_of_folder(cwd: str) -> Iterator[str]:
-    """Open a folder and yield a path of it for a child that has not executed its program yet.
+    """Open a folder and yield its path for a child that has not executed its program yet.
 
-    Until then the child has the daemon's descriptors, and `cwd` may be a link to one of them.
+    Until then the child has the daemon's descriptors, and `cwd` may be a link to one of these.
     """
     fd = open_path(cwd, os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{fd}"
@@ -274,9 +272,9 @@ def _path_of_folder(cwd: str) -> Iterator[str]:
 
 
 def open_pipe(reader: ExitStack, writer: ExitStack, flags: int = 0) -> tuple[int, int]:
-    """Make a pipe and return its ends, to read and to write.
+    """Make a pipe and return its ends, for reading and for writing.
 
-    Each end is closed when its stack, `reader` or `writer`, is. `flags` are set besides `O_CLOEXEC`.
+    Each end is closed with its stack, `reader` or `writer`. `flags` are set in addition to `O_CLOEXEC`.
     """
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC | flags)
     reader.callback(os.close, read_fd)

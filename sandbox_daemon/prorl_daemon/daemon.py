@@ -1,4 +1,4 @@
-"""The daemon: one control connection, the sessions behind it, and an end that leaves nothing running."""
+"""The daemon: one control connection, the sessions behind it, and an end that leaves no process running."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ STDIN_READ_BYTES = 4096
 PORT_BACKLOG = 64
 MAX_PORT = 65535
 END_DEADLINE_S = 2.0
-"""For everything the daemon started to end after SIGKILL."""
+"""Time limit for all children of the daemon to end after SIGKILL."""
 
 _decoder: msgspec.msgpack.Decoder[SandboxCall] = msgspec.msgpack.Decoder(SandboxCall)
 
 MAX_TRANSFERS = 4
 END_TIMEOUT_S = 30.0
-"""For the removal of what an ended transfer leaves."""
+"""Time limit for removing the leftovers of an ended transfer."""
 
 TransferCall = UploadBegin | UploadParts | UploadEnd | DownloadBegin | DownloadParts | TransferAbort
 TransferReply = TransferBegun | UploadTaken | UploadEnded | TreeParts | TransferAborted
@@ -93,7 +93,7 @@ T = TypeVar("T")
 
 
 class Transfers:
-    """All open transfers of a daemon. A transfer that fails, or of which a call is cancelled, has left nothing."""
+    """All open transfers of a daemon. A failed or cancelled transfer leaves nothing behind."""
 
     def __init__(self, *, home: str, limiter: trio.CapacityLimiter) -> None:
         self._home = home
@@ -105,7 +105,7 @@ class Transfers:
         return f"<Transfers: {len(self._open)} open, {len(self._busy)} at work>"
 
     async def answer(self, call: TransferCall) -> TransferReply:
-        """Do the next step of a transfer. A cancelled call returns when the step that is on its way has ended.
+        """Carry out the next step of a transfer. A cancelled call returns when the current step has ended.
 
         Raises:
             CallError: `permission` (outside of the roots), `busy`, `no_transfer`, `unsafe`, `too_large`, `exists`,
@@ -126,7 +126,7 @@ class Transfers:
             self._busy.discard(call.transfer_id)
 
     def close(self) -> None:
-        """End all transfers. For the end of the daemon: blocks."""
+        """End all transfers at the end of the daemon. Blocks."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -205,20 +205,21 @@ async def serve_daemon(
     on_ready: Callable[[], None],
     kernel: Prestarted | None = None,
 ) -> None:
-    """Listen, serve one control connection, and end with it; every descendant of this process ends before that.
+    """Listen, serve one control connection, and end with it, after all descendants of this process have ended.
 
-    Ends as well, without error, on SIGTERM, SIGINT and SIGHUP (unless it is the first process of its PID namespace:
-    then the kernel keeps them from it, so that no tool can end it), when `stdin_fd` ends before there is a connection,
-    and when there is none within `accept_timeout_s`. The socket is removed at the end. Later connections are refused.
+    It also ends, without error, on SIGTERM, SIGINT and SIGHUP. The exception is the first process of a PID namespace:
+    the kernel withholds these signals, so that tools cannot end it. It ends as well when `stdin_fd` ends before there
+    is a connection, and when there is none within `accept_timeout_s`. The socket is removed at the end. Later
+    connections are refused.
 
     Args:
         socket_path: empty: the socket is inherited, `start.listen_fd`, and its path is the node's.
-        start: the settings from whoever started this process.
-        accept_timeout_s: time for the connection to come.
-        stdin_fd: a descriptor whose end means that nobody will connect any more; None: there is none.
+        start: the settings from the starting process.
+        accept_timeout_s: time limit for the connection.
+        stdin_fd: a descriptor whose end means that no connection will follow, or None.
         prestart_ipython: start the IPython shell now, not with its first cell.
         on_ready: called when clients can connect.
-        kernel: an IPython child that was forked already, for the first cells.
+        kernel: an IPython child that was already forked, for the first cells.
 
     Raises:
         OSError, ValueError: it cannot listen on `socket_path`.
@@ -229,7 +230,7 @@ async def serve_daemon(
         become_subreaper()
         async with trio.open_nursery() as nursery:
             if os.getpid() == 1:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # trio has set a handler, which would take it
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # trio has set a handler, which would intercept it
             else:
                 nursery.start_soon(_end_on_signal, nursery.cancel_scope)
             await _serve(listener, start, accept_timeout_s, stdin_fd, prestart_ipython, kernel)
@@ -242,7 +243,7 @@ async def serve_daemon(
 
 
 def open_port(call: PortOpen, ports: socket.socket | None) -> PortOpened:
-    """Listen as `PortOpen` says, and send the socket on `ports`. Raises CallError: `bad_request`, `no_ports`, `io`."""
+    """Listen as requested, and send the socket on `ports`. Raises CallError: `bad_request`, `no_ports`, `io`."""
     if not 0 <= call.port <= MAX_PORT:
         raise CallError("bad_request", f"port: {call.port} is none; 0 is any, {MAX_PORT} the last")
     if ports is None:
@@ -265,7 +266,7 @@ def _inherited_ports(fd: int) -> socket.socket | None:
 
 
 def _inherited_listener(fd: int) -> trio.SocketListener:
-    """The node listens for us: so nothing of the host has to be writable inside, not even for a socket."""
+    """Return the listener that the node opened for us, so that nothing of the host must be writable inside."""
     listening = socket.socket(fileno=fd)
     listening.set_inheritable(False)
     listening.setblocking(False)
@@ -309,7 +310,7 @@ async def _serve(
 async def _accept_one(
     listener: trio.SocketListener, accept_timeout_s: float, stdin_fd: int | None
 ) -> trio.SocketStream | None:
-    """The first connection; None if none came in time, or `stdin_fd` ended before it. The listener is closed."""
+    """Return the first connection; None on a timeout, or if `stdin_fd` ended before it. The listener is closed."""
     accepted: trio.SocketStream | None = None
     with trio.move_on_after(accept_timeout_s):
         async with trio.open_nursery() as nursery:
@@ -322,7 +323,7 @@ async def _accept_one(
 
 
 async def _cancel_at_end_of(fd: int, scope: trio.CancelScope) -> None:
-    with suppress(PermissionError):  # a regular file, or /dev/null: nobody is behind it
+    with suppress(PermissionError):  # a regular file, or /dev/null, which never reports an end
         await trio.lowlevel.wait_readable(fd)
         while os.read(fd, STDIN_READ_BYTES):
             await trio.lowlevel.wait_readable(fd)
@@ -336,7 +337,7 @@ async def _end_on_signal(scope: trio.CancelScope) -> None:
 
 
 class _Calls:
-    """The sessions, and which call goes to which."""
+    """The sessions, and the dispatch of calls to them."""
 
     def __init__(self, reaper: ChildReaper, start: StartLine, kernel: tuple[Child, KernelEnds] | None) -> None:
         env = tool_environment(start.env, inherit_env=start.inherit_env)

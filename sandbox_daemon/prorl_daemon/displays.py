@@ -1,4 +1,4 @@
-"""The rich output of a cell: images are carried, other forms are named. Pure."""
+"""The rich output of a cell: images are carried, other forms are only named. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 CARRIED_TYPES = ("image/png", "image/jpeg")
 NAMED_TYPES = ("image/svg+xml", "text/html")
 MAX_DISPLAY_BYTES = 4 * 1024 * 1024
-"""Bytes of all images of one cell together. One that does not fit is named only."""
+"""Limit of all images of one cell together. An image that does not fit is only named."""
 MAX_DISPLAYS = 32
-"""Displays of one cell. Further ones are counted."""
+"""Limit of displays of one cell. Further ones are counted."""
 
 
 class Displays:
-    """Collects the displays of one cell. Holds at most `MAX_DISPLAYS` of them and `MAX_DISPLAY_BYTES`."""
+    """Collects the displays of one cell, at most `MAX_DISPLAYS` and `MAX_DISPLAY_BYTES`."""
 
     def __init__(self) -> None:
         self.dropped = 0
-        """The number of displays beyond those that are kept."""
+        """The number of displays that were dropped."""
         self.kept: list[Display] = []
         self._room_bytes = MAX_DISPLAY_BYTES
 
     def add(self, forms: Mapping[str, Any]) -> None:
-        """Take one object in its forms by MIME type, as Jupyter has them: images as bytes, or as text in base 64.
+        """Add one object with its forms by MIME type, as in Jupyter: images as bytes, or as text in base 64.
 
-        The first form of `CARRIED_TYPES`, then of `NAMED_TYPES`, is the object's display; without any, it has none.
+        The first form of `CARRIED_TYPES`, then of `NAMED_TYPES`, is the object's display. An object without these forms
+        is not displayed.
         """
         for mime in (*CARRIED_TYPES, *NAMED_TYPES):
             if mime in forms:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_EDIT_BYTES = 10 * 1024 * 1024
-"""Largest file the editor reads or writes. Beyond it, shell tools are the right ones."""
+"""Largest file that the editor reads or writes. Larger files need shell tools."""
 MAX_UNDO_EDITS = 100
 MAX_UNDO_BYTES = 64 * 1024 * 1024
-"""Bytes of earlier contents, all files together. The oldest are forgotten first."""
+"""Limit of stored earlier contents, all files together. The oldest are dropped first."""
 MAX_LISTED_ENTRIES = 1000
 LISTING_DEPTH = 2
 MAX_OUTPUT_BYTES = 1024 * 1024
@@ -36,14 +36,14 @@ COMMANDS = ("view", "create", "str_replace", "insert", "undo_edit")
 REVIEW = "Review the changes and make sure they are as expected. Edit the file again if necessary."
 
 
-# The editor's work on text: decode, number, replace once, insert, cut. Pure.
+# The editor's operations on text: decode, number, replace once, insert, cut. Pure.
 #
 # The sentences are the ones agents were trained on; their wording, backquotes included, is part of the interface.
 
 SNIPPET_LINES = 4
 """Lines shown before and after an edit."""
 MAX_LISTED_LINES = 100
-"""The most lines that are named of those in which a text occurs."""
+"""Limit of listed lines in which a text occurs."""
 CLIPPED = (
     "<response clipped><NOTE>To save on context only part of this file has been shown to you. You should retry this "
     "tool after you have searched inside the file with `grep -n` in order to find the line numbers of what you are "
@@ -52,13 +52,13 @@ CLIPPED = (
 
 
 class EditRefused(Exception):
-    """The agent asked for something that cannot be. The message is for it to read."""
+    """The agent requested an impossible edit. The message is for the agent."""
 
 
 class Document(msgspec.Struct, frozen=True):
     """A file's text. `crlf`: lines of the file ended in CR LF, and `text` has LF instead.
 
-    `ends`, of a file that has both, says of each line's end in order whether it was CR LF (1) or LF (0).
+    `ends`, for a file with both, records for each line in order whether it ended in CR LF (1) or LF (0).
     """
 
     text: str
@@ -68,12 +68,12 @@ class Document(msgspec.Struct, frozen=True):
 
     @property
     def lines(self) -> list[str]:
-        """Return the lines as `cat -n` counts them: only LF ends a line, and nothing follows the last one."""
+        """Return the lines as `cat -n` counts them: only LF ends a line, and the last LF begins none."""
         return _lines(self.text)
 
     @property
     def note(self) -> str:
-        """Return what an agent should know of the file's form; empty for the usual one."""
+        """Return a note to the agent about the file's form; empty for the usual form."""
         notes = ["[not valid UTF-8: read as Latin-1]"] if self.encoding == "latin-1" else []
         if self.ends:
             notes.append("[some lines end in LF and some in CR LF, which is kept; old_str matches either]")
@@ -83,10 +83,10 @@ class Document(msgspec.Struct, frozen=True):
 
 
 def decode(content: bytes, path: str) -> Document:
-    """A file's bytes as text: UTF-8, else Latin-1, in which any bytes are text and come back unchanged.
+    """Decode a file as UTF-8, else as Latin-1, which can represent any bytes without changes.
 
     Raises:
-        EditRefused: it holds a NUL, so it is no text.
+        EditRefused: it contains a NUL, so it is not text.
     """
     if b"\0" in content:
         raise EditRefused(f"The file {path} is a binary file and cannot be viewed or edited with this tool.")
@@ -104,7 +104,7 @@ def decode(content: bytes, path: str) -> Document:
 
 
 def encode(document: Document, text: str, path: str) -> bytes:
-    """`text` in the form that `document` had.
+    """Return `text` in the form of `document`.
 
     Raises:
         EditRefused: it has characters that the file's encoding lacks.
@@ -121,7 +121,7 @@ def encode(document: Document, text: str, path: str) -> bytes:
 
 
 def _with_ends(document: Document, text: str) -> str:
-    """Return the edited text with the ends that its lines had; new lines end as those in their place did."""
+    """Return the edited text with its original line ends; new lines get the ends of the lines they replace."""
     before, after = document.text.split("\n")[:-1], text.split("\n")
     lines, last = after[:-1], after[-1]
     shorter = min(len(before), len(lines))
@@ -139,10 +139,10 @@ def _with_ends(document: Document, text: str) -> str:
 
 
 def replace_once(document: Document, old: str, new: str, path: str) -> tuple[str, int]:
-    """The text with the only occurrence of `old` replaced, and the number of the line where it begins.
+    """Return the text with the only occurrence of `old` replaced, and the line number where it begins.
 
     Raises:
-        EditRefused: `old` is empty, equals `new`, is not there, or is there more than once (overlaps count).
+        EditRefused: `old` is empty, equals `new`, does not occur, or occurs more than once (overlaps count).
     """
     if document.crlf:
         old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
@@ -164,12 +164,12 @@ def replace_once(document: Document, old: str, new: str, path: str) -> tuple[str
 
 
 def insert_lines(document: Document, after_line: int, new: str) -> str:
-    """The text with `new` as lines of its own after line `after_line`; 0 puts it at the beginning.
+    """Return the text with `new` as separate lines after line `after_line`; 0 inserts at the beginning.
 
-    A missing end of line is added to `new`, except at the end of a file that has none itself.
+    A missing end of line is added to `new`, except at the end of a file that lacks one itself.
 
     Raises:
-        EditRefused: there is no such line.
+        EditRefused: the line does not exist.
     """
     lines = document.lines
     if not 0 <= after_line <= len(lines):
@@ -190,10 +190,10 @@ def insert_lines(document: Document, after_line: int, new: str) -> str:
 
 
 def view_lines(document: Document, view_range: list[int] | None) -> tuple[list[str], int]:
-    """The lines to show, and the number of the first.
+    """Return the lines to show, and the number of the first one.
 
     Raises:
-        EditRefused: the range is not one of this file.
+        EditRefused: the range is outside of this file.
     """
     lines = document.lines
     if view_range is None:
@@ -220,7 +220,7 @@ def view_lines(document: Document, view_range: list[int] | None) -> tuple[list[s
 
 
 def snippet(text: str, first_line: int, inserted: str) -> tuple[list[str], int]:
-    """The lines around an edit that put `inserted` at `first_line`, and the number of the first of them."""
+    """Return the lines around an edit that put `inserted` at `first_line`, and the number of the first one."""
     start = max(1, first_line - SNIPPET_LINES)
     end = first_line + inserted.count("\n") + SNIPPET_LINES
     return _lines(text)[start - 1 : end], start
@@ -229,12 +229,12 @@ def snippet(text: str, first_line: int, inserted: str) -> tuple[list[str], int]:
 def number_lines(lines: list[str], first: int, *, max_bytes: int) -> str:
     """Number lines as `cat -n` prints them.
 
-    Beyond `max_bytes` (of UTF-8) the rest is left out, where a note says so.
+    Text beyond `max_bytes` (of UTF-8) is replaced by a note.
     """
     shown: list[str] = []
     left_bytes = max_bytes
     for number, line in enumerate(lines, first):
-        # No more of a line is encoded than could be shown.
+        # Encode no more of a line than could be shown.
         row = f"{number:6}\t{line[:left_bytes]}\n"
         size_bytes = len(row.encode(errors="replace"))
         if size_bytes > left_bytes or len(line) > left_bytes:
@@ -253,7 +253,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _lines_of_occurrences(text: str, old: str) -> list[int]:
-    """Numbers of lines where `old` begins, each once."""
+    """Return the numbers of lines where `old` begins, each once."""
     numbers: list[int] = []
     line, counted, at = 1, 0, text.find(old)
     while at >= 0 and len(numbers) < MAX_LISTED_LINES:
@@ -266,7 +266,7 @@ def _lines_of_occurrences(text: str, old: str) -> list[int]:
 
 
 class Editor:
-    """Edits files for an agent, one call at a time. What the agent did wrong is an answer that says so."""
+    """Edits files for an agent, one call at a time. Mistakes of the agent are reported in the answer."""
 
     def __init__(self, *, cwd: str, limiter: trio.CapacityLimiter) -> None:
         self._cwd = cwd
@@ -279,7 +279,9 @@ class Editor:
         return f"<Editor: {len(self._earlier)} edits can be undone, {self._earlier_bytes} bytes>"
 
     async def run(self, request: EditFile) -> FileEdited:
-        """Do what is asked. A file is written whole or not at all. A cancelled call returns when its edit has ended.
+        """Carry out the request. A file is written completely or not at all.
+
+        A cancelled call returns when its edit has ended.
 
         Raises:
             CallError: `bad_request`: `max_output_bytes` is out of range.
@@ -422,7 +424,7 @@ def _numbered(lines: list[str], first: int, what: str, max_bytes: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names that are not UTF-8 reach us with surrogates, which do not go on the wire."""
+    """Replace surrogates, which represent bytes of names that are not UTF-8 and cannot be sent."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -435,7 +437,7 @@ def _last_index(edits: deque[tuple[str, bytes]], path: str) -> int:
 
 
 def _read(path: str) -> bytes:
-    # O_NONBLOCK: opening a pipe nobody writes to must not take a thread away for ever.
+    # O_NONBLOCK: opening a pipe without a writer must not block a thread indefinitely.
     fd = open_path(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -464,7 +466,7 @@ def _list(path: str) -> str:
 
 
 def _walk(folder: str, depth: int, entries: list[str]) -> bool:
-    """Add what is in `folder`, in order, links not followed; False if the limit cut it short."""
+    """Add the content of `folder`, in order, without following links; return False if the limit was reached."""
     try:
         fd = open_path(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:

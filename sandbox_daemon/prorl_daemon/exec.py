@@ -1,4 +1,4 @@
-"""Programs run once, with their input, exit code, stdout and stderr apart. No shell, nothing kept."""
+"""Programs run once, with separate input, exit code, stdout and stderr. No shell, no state."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ MAX_OUTPUT_BYTES = MAX_FRAME_BYTES // 2 - 64 * 1024
 PIPE_READ_BYTES = 64 * 1024
 LINGER_POLL_S = 0.02
 KILL_DEADLINE_S = 2.0
-"""For what was killed to be gone."""
+"""Time limit for killed processes to disappear."""
 DRAIN_TIMEOUT_S = 1.0
-"""For more of the output, once everything of the command is gone that can be found."""
+"""Time limit for more output, once all processes of the command that can be found are gone."""
 
 _CODES = {
     errno.ENOENT: "not_found",
@@ -52,33 +52,33 @@ _CODES = {
 }
 
 
-# The own time of a command: the time that has passed, less the time in which its processes waited for a CPU.
+# The own time of a command: the elapsed time, less the time in which its processes waited for a CPU.
 #
-# A busy machine makes a program late, and must not make it too slow. Every interval counts as `min(real, max(cpu,
-# wall - waited))`. There `real` is the time that has passed, and `wall` what this process's clock shows of it: that
-# one stands while the process does not run (`prorl_ipc.clock`). So a program that was stopped with it is charged for
-# nothing, and one that keeps it from running for what it computes. `cpu` is the CPU time of all processes of the
-# sandbox in that interval, also of those that have detached themselves, and `waited` the time in which the command's
-# threads could have run and had no CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its
-# sleep, and one that computes for what it computes, in however many processes.
+# A busy machine delays a program, and must not make it exceed its limit. Every interval counts as `min(real, max(cpu,
+# wall - waited))`. `real` is the elapsed time, and `wall` the elapsed time of this process's clock, which stops
+# while the process does not run (`prorl_ipc.clock`). So a program that was suspended with it is charged for
+# nothing, and a program that prevents it from running is charged for its computation. `cpu` is the CPU time of all
+# processes of the sandbox in that interval, including detached ones. `waited` is the time in which the command's
+# threads were runnable without a CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its
+# sleep, and a program that computes for its computation, in any number of processes.
 #
-# An interval counts in full where the evidence has gaps: processes were born and had ended before they were looked at
-# (the PID namespace's last number says so), or the kernel keeps no such times. The wait of a thread does not count
-# that has brought it upon itself: one with another priority, policy or set of CPUs than this process was started
-# with. Nor do the waits of more than `WAITERS` threads add up: many that are woken at once wait for each other, for
-# far longer together than they compute.
+# An interval counts in full if the evidence is incomplete: processes started and ended between two checks (known
+# from the PID namespace's last number), or the kernel does not provide these times. The wait of a thread does not
+# count if the thread caused it: it has another priority, policy or set of CPUs than this process was started
+# with. Nor do the waits of more than `WAITERS` threads add up: many threads that wake at once wait for each other,
+# in total far longer than they compute.
 
 INTERVAL_S = 0.2
-"""Between two looks. A look takes some 20 us for each process of the sandbox."""
+"""Interval between two checks. A check takes some 20 us for each process of the sandbox."""
 
 WAITERS = 8
-"""Threads whose waits of an interval are added, those that waited longest."""
+"""Number of threads whose waits are added in an interval, the longest ones."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ExecInputs:
-    """The pieces of input on their way to programs, by `input_id`. Each waits until the one before was written."""
+    """Pieces of input for programs, by `input_id`. Each waits until the previous one was written."""
 
     def __init__(self) -> None:
         self._channels: dict[int, Channel] = {}
@@ -89,7 +89,7 @@ class ExecInputs:
 
     @contextmanager
     def expect(self, input_id: int) -> Iterator[Pieces]:
-        """The pieces of this input. What comes after the block is not wanted."""
+        """Yield the pieces of this input. Pieces after the block are refused."""
         if input_id in self._expected:
             raise CallError("bad_request", f"input_id: {input_id} is another program's")
         self._expected.add(input_id)
@@ -102,7 +102,7 @@ class ExecInputs:
             self._channels.pop(input_id, None)
 
     async def take(self, call: ExecInput) -> ExecInputTaken:
-        """Hand a piece on. Waits until the program wants it, also for the program itself: calls may overtake others."""
+        """Pass a piece on. Waits until the program wants it, or even exists, because calls may overtake others."""
         sender, _ = channel = self._channel(call.input_id)
         try:
             await sender.send(call)
@@ -122,9 +122,9 @@ class ExecInputs:
 class Seen(NamedTuple):
     """The processes at one moment.
 
-    `cpu_s` is of those alive, without this one, and of the children that they have waited for; `waits_s` is of the
-    command's threads, by number, since they began. `last_tid` is the last number that the PID namespace gave to a
-    thread, and `newest` are the numbers above the last look's that are in use.
+    `cpu_s` is the CPU time of living processes, except this one, and of their reaped children. `waits_s` is the waiting
+    time of the command's threads, by number, since they began. `last_tid` is the last number that the PID namespace
+    gave to a thread, and `newest` are the used numbers above the last check's.
     """
 
     cpu_s: float
@@ -134,15 +134,15 @@ class Seen(NamedTuple):
 
 
 class OwnTime:
-    """A clock of a command's own time. It runs from `begin` to `stop`; `serve` keeps it.
+    """A clock of a command's own time. It runs from `begin` to `stop`; `serve` updates it.
 
     Args:
-        members: picks the command's processes.
-        is_lenient: a command that waited for a CPU may use up to twice its limit, for a CPU that is shared is slower.
-            The caller sees from `own_s` that this was needed.
-        look: how the processes are seen.
+        members: selects the command's processes.
+        is_lenient: a command that waited for a CPU may use up to twice its limit, because a shared CPU is slower. The
+            caller recognises this by `own_s`.
+        look: returns the processes at one moment.
         now_s: the clock of this process.
-        real_s: the clock of the time that passes, whether or not this process runs.
+        real_s: the clock of elapsed time, whether or not this process runs.
     """
 
     def __init__(
@@ -169,7 +169,10 @@ class OwnTime:
         self.waited_s = 0.0
 
     def begin(self, limit_s: float) -> None:
-        """Let the clock run: from zero with a new limit, or on, if `limit_s` is 0. Without any limit it never runs."""
+        """Start the clock: from zero with a new limit, or continue if `limit_s` is 0.
+
+        Without any limit it never runs.
+        """
         if limit_s:
             self._limit_s, self.own_s, self.cpu_s, self.waited_s = limit_s, 0.0, 0.0, 0.0
         if self._limit_s and self._since_s is None:
@@ -177,7 +180,10 @@ class OwnTime:
             self._changed.set()
 
     def stop(self) -> None:
-        """Stop the clock. What has passed since the last look counts, an interval at most: more is the looker's."""
+        """Stop the clock.
+
+        The time since the last check counts, up to one interval: more is this process's own delay.
+        """
         if self._since_s is not None:
             self.own_s += min(INTERVAL_S, self._now_s() - self._since_s)
             self._since_s = None
@@ -189,12 +195,10 @@ class OwnTime:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the command has to be ended."""
         grace_s = min(self._limit_s, self.waited_s) if self._is_lenient else 0.0
         return self.own_s > self._limit_s + grace_s
 
     async def serve(self) -> None:
-        """Return when the limit is exceeded."""
         while True:
             while self._since_s is None:
                 self._changed = trio.Event()
@@ -206,7 +210,7 @@ class OwnTime:
                     return
 
     def tick(self) -> None:
-        """Look, and count what has passed since the last look."""
+        """Check the processes, and count the time since the last check."""
         assert self._since_s is not None
         before, self._seen = self._seen, self._look(self._members, self._seen.last_tid if self._seen else 0)
         now_s, real_now_s = self._now_s(), self._real_s()
@@ -226,7 +230,7 @@ class OwnTime:
 
 
 def look(members: Callable[[ProcessTable], set[ProcessEntry]], above_tid: int) -> Seen:
-    """Look at the processes now. See `Seen`."""
+    """Return the current state of the processes. See `Seen`."""
     table = read_process_table()
     waits_s = {}
     cpu_s = sum(_cpu_s(entry.pid) for entry in table.with_descendants(lambda entry: True) if entry.pid != os.getpid())
@@ -247,7 +251,7 @@ def _threads(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU time of a process and of the children that it has waited for."""
+    """Return the CPU time of a process and of its reaped children."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -257,7 +261,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _rank(pid: int, tid: int) -> tuple[int, int, set[int], bytes] | None:
-    """Return what decides how long a thread waits beside others; None if it has ended. `tid` 0: the caller."""
+    """Return the scheduling parameters of a thread; None if it has ended. `tid` 0: the caller."""
     try:
         autogroup = b""
         with suppress(FileNotFoundError), open(f"/proc/{pid}/autogroup", "rb") as file:
@@ -268,7 +272,7 @@ def _rank(pid: int, tid: int) -> tuple[int, int, set[int], bytes] | None:
 
 
 _OURS = _rank(os.getpid(), 0)
-"""Rank of this process before it has started anything: programs of its user can change it (`PRIO_USER`)."""
+"""Rank of this process before it has started a child: programs of its user can change it (`PRIO_USER`)."""
 
 
 def _waited_s(pid: int, tid: int) -> float:
@@ -297,22 +301,22 @@ async def run_exec(
     cwd: str,
     limiter: trio.CapacityLimiter,
 ) -> ExecResult:
-    """Run a program to its end, in a session of its own.
+    """Run a program to its end, in its own session.
 
-    When this returns or raises, also when it is cancelled, all that it has started has been killed: what is in that
-    session, and what has left it, or its parent, too (a daemon that forked twice).
+    When this returns or raises, even when cancelled, all its processes have been killed: in its session, and also
+    processes that have left the session or their parent (a daemon that forked twice).
 
     Args:
         request: the program with its arguments and limits.
-        send_output: gets its output as it comes, if streamed, with the stream's name.
-        reaper: starts it, and hears of its end.
-        limiter: of the threads in which blocking work is done.
-        inputs: where more of its input comes from than `request` holds.
-        env: the program's environment, under `request.env`.
-        cwd: where it runs unless `request.cwd` says.
+        send_output: gets the output as it arrives, if streamed, with the stream's name.
+        reaper: starts it, and is notified of its end.
+        limiter: limiter of the threads for blocking work.
+        inputs: supplies the input beyond the part in `request`.
+        env: the program's environment, below `request.env`.
+        cwd: its directory, unless `request.cwd` is set.
 
     Raises:
-        CallError: `not_found` (program or directory), `permission` (of them, or to be another user), `too_large`
+        CallError: `not_found` (program or directory), `permission` (for these, or to become another user), `too_large`
             (arguments, or `max_output_bytes`), `bad_request`, `io`: it did not run.
     """
     if not request.argv or any("\0" in word for word in request.argv):
@@ -343,7 +347,7 @@ class _Command:
         self.stderr = trio.lowlevel.FdStream(stderr_fd)
 
     def members(self, table: ProcessTable) -> set[ProcessEntry]:
-        """Everything that the command has started. What has lost its parent is a child of this process by now."""
+        """Return all processes started by the command. Orphans are children of this process by now."""
         session = self.child.pid
         orphans = {entry for entry in table.children(os.getpid()) if entry.alive and has_mark(entry.pid, self._mark)}
         members = table.with_descendants(lambda entry: entry.session == session or entry in orphans)
@@ -360,7 +364,7 @@ async def _account(user: str, limiter: trio.CapacityLimiter) -> Account | None:
 
 
 class _Drain:
-    """Takes all that comes out of a pipe."""
+    """Reads all data from a pipe."""
 
     def __init__(
         self,
@@ -377,7 +381,7 @@ class _Drain:
         self.output = OutputBuffer(max_bytes)
 
     async def serve(self) -> None:
-        """Read until nobody can write any more."""
+        """Read until the pipe has no more writers."""
         while piece := await self._pipe.receive_some(PIPE_READ_BYTES):
             self.output.append(piece)
             if self._send is not None:
@@ -389,7 +393,7 @@ class _Drain:
         self._ended.set()
 
     async def wait_ended(self) -> None:
-        """Return at the end of the output; or before it, when nothing comes for `DRAIN_TIMEOUT_S` that can be sent."""
+        """Return at the end of the output, or earlier if no sendable output arrives for `DRAIN_TIMEOUT_S`."""
         seen_bytes = -1
         while not self._ended.is_set() and (self._sending or seen_bytes < self.output.total_bytes):
             seen_bytes = self.output.total_bytes
@@ -439,7 +443,7 @@ async def _run(
         finally:
             with trio.move_on_after(KILL_DEADLINE_S, shield=True):
                 await kill_until_gone(command.members)
-                await command.child.wait()  # reaped, too: no zombie has its pid when this returns
+                await command.child.wait()  # reaped as well: no zombie has its pid when this returns
         await stdout.wait_ended()
         await stderr.wait_ended()
         nursery.cancel_scope.cancel()
@@ -460,9 +464,9 @@ async def _run(
 
 
 async def _outlived(command: _Command, request: Exec) -> bool:
-    """Return whether something that the command has started is alive `linger_s` after its end; 0: nobody asks.
+    """Return whether a process of the command is alive `linger_s` after its end, or a file of `watch` was changed.
 
-    Or whether a file of `watch` was changed since.
+    If `linger_s` is 0, this is not checked.
     """
     if not request.linger_s:
         return False
@@ -475,7 +479,7 @@ async def _outlived(command: _Command, request: Exec) -> bool:
 
 
 def _changed_ns(path: str) -> int:
-    """Return when a file, or its name, was changed, which nobody can set; 0 if there is none."""
+    """Return when a file, or its name, was last changed, a time that cannot be set; 0 if it does not exist."""
     with suppress(OSError, ValueError):
         return os.lstat(path).st_ctime_ns
     return 0
@@ -483,7 +487,7 @@ def _changed_ns(path: str) -> int:
 
 async def _feed(stdin: trio.lowlevel.FdStream, content: bytes, more: Pieces | None, own_time: OwnTime) -> None:
     async with stdin, more or nullcontext():
-        with suppress(trio.BrokenResourceError):  # it need not read all of it, or any
+        with suppress(trio.BrokenResourceError):  # it need not read all, or any, of its input
             await stdin.send_all(content)
             last = more is None
             while more is not None and not last:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 ReplyT = TypeVar("ReplyT")
 
 FRAME_MARGIN_BYTES = 4096
-"""Bytes that a frame needs beside a file's."""
+"""Bytes of a frame in addition to the file's."""
 MAX_MODE = 0o7777
 MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
 PIECE_BYTES = 1024 * 1024
 """Size of a read. The kernel refuses to read 4 MiB at once of some files in /proc/sys, however short they are."""
 MAX_OFFSET = 2**63 - 1 - MAX_READ_BYTES
-"""With what is read from there it is still a number that the kernel knows."""
+"""Limit of offsets: the end of a read from here is still a valid number for the kernel."""
 
 _CODES = {
     errno.ENOENT: "not_found",
@@ -47,12 +47,12 @@ _CODES = {
 
 
 async def read_file(request: FileRead, limiter: trio.CapacityLimiter) -> FileData:
-    """Read a part of a file. A cancelled call returns when the read that is on its way has ended.
+    """Read a part of a file. A cancelled call returns when the current read has ended.
 
     Raises:
-        CallError: `not_absolute`, `not_found`, `is_directory`, `permission`, `too_large` (`max_bytes` does not fit a
-            frame), `bad_request` (a number out of range, a NUL in the path), `io` (anything else, also what is no
-            regular file).
+        CallError: `not_absolute`, `not_found`, `is_directory`, `permission`, `too_large` (`max_bytes` does not fit into
+            a frame), `bad_request` (a number out of range, a NUL in the path), `io` (any other error, also if it is not
+            a regular file).
     """
     if request.offset < 0 or request.max_bytes < 0:
         raise CallError("bad_request", f"offset {request.offset}, max_bytes {request.max_bytes}: must not be negative")
@@ -64,16 +64,16 @@ async def read_file(request: FileRead, limiter: trio.CapacityLimiter) -> FileDat
 
 
 async def write_file(request: FileWrite, limiter: trio.CapacityLimiter) -> FileWritten:
-    """Replace a file, all of it or nothing, or add to its end. Missing parent directories are made.
+    """Replace a file, completely or not at all, or append to it. Missing parent directories are made.
 
-    Replacing renames a new file over the old one, which gets `mode` whatever it had; where the directory takes no new
-    file but the old one can be written, it is overwritten in place. An old file that may not be written is an error, as
-    for any program that opens it. A symbolic link stays, and its target is written. A cancelled call returns when the
-    write has ended.
+    Replacing renames a new file over the old one, which gets `mode` whatever mode it had. If the directory is not
+    writable but the old file is, it is overwritten in place. An old file that is not writable is an error, as for any
+    program that opens it. A symbolic link stays, and its target is written. A cancelled call returns when the write has
+    ended.
 
     Raises:
         CallError: `not_absolute`, `is_directory`, `permission`, `no_space`, `too_large`, `not_found`, `bad_request`
-            (`mode` out of range, a NUL in the path), `io` (anything else, also what is no regular file).
+            (`mode` out of range, a NUL in the path), `io` (any other error, also if it is not a regular file).
     """
     if not 0 <= request.mode <= MAX_MODE:
         raise CallError("bad_request", f"mode: {request.mode:#o} is not between 0 and {MAX_MODE:#o}")
@@ -92,12 +92,12 @@ async def _in_thread(action: Callable[[], ReplyT], path: str, limiter: trio.Capa
 
 
 def file_error(exc: OSError, path: str) -> CallError:
-    """Return the error that tells a caller of an error of the file system."""
+    """Return the caller's error for an error of the file system."""
     return CallError(_CODES.get(exc.errno or 0, "io"), f"{path}: {exc.strerror or exc}")
 
 
 def _read(request: FileRead) -> FileData:
-    # O_NONBLOCK: opening a pipe nobody writes to must not take a thread away for ever.
+    # O_NONBLOCK: opening a pipe without a writer must not block a thread indefinitely.
     fd = open_path(request.path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
@@ -130,10 +130,10 @@ def _write(request: FileWrite) -> FileWritten:
 
 
 def replace_file(path: str, content: bytes, *, mode: int) -> None:
-    """Give the file at `path`, which is no link, a new content: all of it or nothing. Blocks. Parents are made.
+    """Replace the content of the file at `path`, which is not a link, completely or not at all. Makes parents. Blocks.
 
-    In a directory that takes no new file the old one is overwritten in place, and keeps its mode. One that may not be
-    written is not replaced either, although its directory would let us.
+    If the directory is not writable, the old file is overwritten in place, and keeps its mode. A file that is not
+    writable is not replaced either, although its directory would allow it.
 
     Raises:
         OSError: it could not be written.
@@ -170,7 +170,6 @@ def _replace(folder_fd: int, name: str, content: bytes, mode: int) -> None:
 
 
 def _write_in_place(path: str, content: bytes, mode: int, flags: int) -> int:
-    """Returns the file's size afterwards."""
     fd = open_path(path, os.O_WRONLY | flags, mode)
     try:
         _write_all(fd, content)

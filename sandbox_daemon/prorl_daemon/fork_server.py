@@ -1,8 +1,8 @@
-"""Sandboxes by fork: a process that has imported all that a daemon and an IPython need, and forks into each sandbox.
+"""Sandboxes by fork: a process that has imported everything for a daemon and an IPython, and forks into each sandbox.
 
-One a node, started by it as `python -P -m prorl_daemon --fork-server FD` in the root that its sandboxes see. Nothing
-of an agent's ever runs in it, nor in its namespaces, and it knows no secret: each daemon reads its own start line,
-after its IPython was forked. Its forks are children of the node, not of it; its end is nothing to them.
+One for each node, started as `python -P -m prorl_daemon --fork-server FD` in the root that its sandboxes see. Agents'
+code never runs in it or its namespaces, and it knows no secret: each daemon reads its own start line after its IPython
+was forked. Its forks are children of the node, and are not affected by its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRIAL_DISK_BYTES = 1024 * 1024
 TRIAL_LIMITS = NamespaceLimits(0, 0, 1, 1, 1)
 START_LINE_TIMEOUT_S = 30.0
 FIRST_PID = 1
-"""The process id of a daemon in a PID namespace of its own."""
+"""The process id of a daemon in its own PID namespace."""
 LATER = ("encodings.ascii", "ptyprocess")
 """Modules that a daemon imports when it first needs them."""
 
@@ -48,7 +48,7 @@ def serve_forks(control_fd: int) -> int:
         for name in LATER:
             importlib.import_module(name)
         gc.collect()
-        gc.freeze()  # a search for garbage would touch, and so copy, pages that all forks share
+        gc.freeze()  # a collection would touch, and so copy, pages that all forks share
         if problem := _try_one(uid, gid, home):
             sys.stderr.write(f"prorl_daemon: {problem}\n")
             return USAGE_ERROR
@@ -72,7 +72,7 @@ def serve_forks(control_fd: int) -> int:
 
 
 def _try_one(uid: int, gid: int, home: str) -> str:
-    """Fork once, to no avail; return what the kernel refuses."""
+    """Fork once as a test; return the operation that the kernel refuses."""
     reader, writer = os.pipe()
     try:
         pid = fork_apart(sibling=False)
@@ -95,17 +95,17 @@ def _try_one(uid: int, gid: int, home: str) -> str:
 
 
 def _live(request: ForkSandbox, fds: list[int], control: socket.socket, uid: int, gid: int, home: str) -> NoReturn:
-    """Be the sandbox's first process, from the fork to the end."""
+    """Run the sandbox's first process, from the fork to its end."""
     code = USAGE_ERROR
     try:
-        control.detach()  # its number may be another's below
+        control.detach()  # its number may be reused below
         place(fds, request.fds)
         show_command_line("-m", "prorl_daemon")
         os.setsid()
         settle(uid=uid, gid=gid, home=home, disk_bytes=request.disk_bytes, limits=request.limits)
         kernel = None
         if request.prestart_ipython:
-            # The node has put us where we belong when it sends the start line, which no fork is to know.
+            # The node has set the cgroup when it sends the start line, which forks must not know.
             select.select([0], [], [], START_LINE_TIMEOUT_S)
             kernel = fork_kernel()
         code = run_daemon(prestart_ipython=request.prestart_ipython, kernel=kernel)

@@ -1,4 +1,4 @@
-"""A second process above the daemon, for sandboxes without a PID namespace: what a killed daemon leaves, it ends."""
+"""A second process above the daemon, for sandboxes without a PID namespace: it ends the children of a killed daemon."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ _DAEMON_ENDS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def become_subreaper() -> None:
-    """Let orphaned descendants of this process become its children, however often they fork and detach.
+    """Make orphaned descendants of this process its children, however often they fork and detach.
 
-    Needed where it is not PID 1 of its namespace; harmless where it is.
+    Needed if it is not PID 1 of its namespace; harmless otherwise.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def stay_behind() -> None:
-    """Fork. In the child, which is to be the daemon, this returns. The parent stays as its guard and never returns.
+    """Fork. In the child, the future daemon, this returns. The parent stays as its guard and never returns.
 
-    The guard ends when the daemon has ended, and as it did: with its exit code, or by the same signal. Before that it
-    kills what the daemon left behind: nothing, unless the daemon was killed. A daemon whose guard is killed ends as on
-    SIGTERM. Call this before there are threads; `SIGTERM` and the like must have their default meaning.
+    The guard ends when the daemon has ended, and in the same way: with its exit code, or by the same signal. Before
+    that it kills the remaining children of the daemon, which exist only if the daemon was killed. A daemon whose guard
+    is killed ends as on SIGTERM. Call this before there are threads; `SIGTERM` and similar signals must have their
+    default action.
     """
     become_subreaper()
-    for number in _DAEMON_ENDS_ON:  # they come to the whole group: the daemon's business, which the guard awaits
+    for number in _DAEMON_ENDS_ON:  # the whole group gets these: the daemon handles them, and the guard waits
         signal.signal(number, signal.SIG_IGN)
     guard = os.getpid()
     daemon = os.fork()
@@ -40,18 +41,18 @@ def stay_behind() -> None:
         if os.getppid() != guard:  # it was killed before that
             sys.exit(0)
         return
-    os.closerange(STDERR_FD + 1, os.sysconf("SC_OPEN_MAX"))  # whoever connects to the daemon's socket is not to wait
+    os.closerange(STDERR_FD + 1, os.sysconf("SC_OPEN_MAX"))  # clients of its socket must not wait for the guard
     code = _wait_for(daemon)
     _end_orphans()
     if code < 0:
-        with suppress(OSError):  # SIGKILL has no other meaning that could be set
+        with suppress(OSError):  # the action of SIGKILL cannot be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(guard, -code)
     os._exit(code)
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes  # here, because a daemon calls this only when it already answers
+    import ctypes  # here, because a daemon calls this only once it answers
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
@@ -60,12 +61,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _wait_for(daemon: int) -> int:
-    """Its exit code, -n after signal n."""
+    """Return its exit code, -n after signal n."""
     return os.waitstatus_to_exitcode(os.waitpid(daemon, 0)[1])
 
 
 def _end_orphans() -> None:
-    """Until there is no child left. The children of one that is killed become ours in turn."""
+    """Kill orphans until no child is left. The children of a killed process become ours in turn."""
     children = f"/proc/self/task/{os.getpid()}/children"
     with suppress(ChildProcessError):
         while True:

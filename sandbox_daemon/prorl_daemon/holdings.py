@@ -1,7 +1,7 @@
 """Kernel memory and kernel objects that processes hold by their open files and mappings, read from /proc.
 
-The kernel counts most of them for the user, who is the same in all sandboxes and in the node, or for the machine.
-Without a control group of the sandbox nothing else bounds them.
+The kernel accounts most of these to the user, who is the same in all sandboxes and in the node, or to the machine. Only
+a control group of the sandbox would bound them otherwise.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 
 PIPE_BYTES = 8192
-"""The least that a full pipe takes. The kernel bounds for the user what its pipes take beyond that."""
+"""Minimum size of a full pipe. Beyond that the kernel bounds the pipes of a user."""
 MAPPING_BYTES = 256
-"""About what the kernel takes for a mapping, without its page tables."""
+"""Approximate kernel memory of a mapping, without its page tables."""
 MAX_MAPPINGS = 65_530
-"""The most of a process: the kernel's default for `vm.max_map_count`."""
+"""Maximum for a process: the kernel's default for `vm.max_map_count`."""
 MIN_MAPPING_KIB = 4
 MANY_MAPPINGS = 131_072
-"""Mappings are counted one by one only if processes of this size may have more of them."""
+"""Mappings are only counted one by one if processes of this size may have more."""
 COUNTING_S = 0.5
-"""Mappings are counted for so long in one look: some microseconds each."""
+"""Time limit for counting mappings in one check, at some microseconds each."""
 FEW_SOCKETS = 16
-"""Buffers of so many sockets are not asked for: a Unix socket's take 0.5 MiB at most, those of TCP 10."""
+"""Up to this number of sockets, buffers are not queried: a Unix socket's take 0.5 MiB at most, TCP sockets' 10."""
 MOST_OTHERS = 64
 OTHER_SOCKET_BYTES = 8 * 1024 * 1024
-"""The most that is assumed of a socket that cannot be asked for (UDP-Lite, raw), beyond the first few of them."""
+"""Assumed maximum for a socket that cannot be queried (UDP-Lite, raw), beyond the first few."""
 FEW_UNSEEN = 64
-"""A process whose files cannot be looked at is not suspected of anything below this number."""
+"""A process whose files are inaccessible is trusted up to this number of files."""
 READ_BYTES = 64 * 1024
 EVENTPOLL, SOCKET, PIPE = "anon_inode:[eventpoll]", "socket:[", "pipe:["
 
-# Of the kernel's `sock_diag` (man 7 sock_diag), which `ss -m` asks.
+# The kernel's `sock_diag` (man 7 sock_diag), which `ss -m` uses.
 NETLINK_SOCK_DIAG = 4
 SOCK_DIAG_BY_FAMILY = 20
 NLMSG_ERROR, NLMSG_DONE = 2, 3
@@ -53,10 +53,10 @@ UDIAG_SHOW_MEMINFO = 0x20
 UNIX_DIAG_MEMINFO = 5
 INET_DIAG_SKMEMINFO = 7
 CLOSING_STATES = (4, 5, 9, 11)
-"""TCP_FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING: a connection that is closed here, and not over."""
+"""TCP_FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING: a connection that is closed here, but not finished."""
 SK_MEMINFO_VARS = 9
 TAKEN = (0, 2, 4, 5, 6, 7)
-"""Bytes that are taken now, of these variables: receive, send, forward allocation, queued, option, backlog."""
+"""Indices of the variables with bytes in use: receive, send, forward allocation, queued, option, backlog."""
 UNIX_HEAD, INET_HEAD = 16, 72
 """Bytes of `struct unix_diag_msg` and `struct inet_diag_msg`; the inode is at 4, and at 68."""
 MPTCP = 262
@@ -66,7 +66,7 @@ NETWORK_PROTOCOLS = {
     "TCP6": (socket.AF_INET6, (socket.IPPROTO_TCP, MPTCP)),
     "UDP6": (socket.AF_INET6, (socket.IPPROTO_UDP,)),
 }
-"""By their names in /proc/net/sockstat and sockstat6; a connection of MPTCP has one of TCP below it."""
+"""Names in /proc/net/sockstat and sockstat6; a connection of MPTCP has a TCP connection below it."""
 INET_DIAG_REQ_PROTOCOL = 3
 RECEIVE_BYTES = 64 * 1024
 TIMEOUT_S = 1.0
@@ -85,12 +85,12 @@ def sockets_in_use(*protocols: str) -> int:
 
 
 class SocketUse(msgspec.Struct):
-    """What sockets take in the kernel.
+    """Kernel memory of sockets.
 
     Attributes:
-        bytes: by inode; 0: of those without one.
-        network_bytes: the bytes among these of TCP and UDP.
-        orphans: TCP connections that are closed, and whose other end has not taken what was sent.
+        bytes: by inode; 0 stands for sockets without an inode.
+        network_bytes: the part of these bytes that belongs to TCP and UDP.
+        orphans: closed TCP connections whose peer has not received all data.
     """
 
     bytes: dict[int, int]
@@ -99,11 +99,11 @@ class SocketUse(msgspec.Struct):
 
 
 def read_socket_use(*, few: int) -> SocketUse:
-    """Return what the sockets of this network namespace take. Blocks.
+    """Return the kernel memory of the sockets of this network namespace. Blocks.
 
-    Unix, TCP and UDP sockets; those of other kinds are left out, and all where the kernel has no such interface. A
-    microsecond a socket; for TCP and UDP the kernel looks through a table of the whole machine, which takes
-    milliseconds, so protocols with not more than `few` sockets are left out.
+    It covers Unix, TCP and UDP sockets, and is empty if the kernel lacks the interface. It takes a microsecond per
+    socket. For TCP and UDP the kernel scans a table of the whole machine, which takes milliseconds, so protocols with
+    at most `few` sockets are left out.
     """
     found = SocketUse({})
     unix = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, EVERY_STATE, 0, UDIAG_SHOW_MEMINFO, 0, 0)
@@ -112,7 +112,7 @@ def read_socket_use(*, few: int) -> SocketUse:
         for protocol in protocols if sockets_in_use(name) > few else ():
             extensions = 1 << (INET_DIAG_SKMEMINFO - 1)
             inet = struct.pack("=BBBBI48x", family, protocol & 0xFF, extensions, 0, EVERY_STATE)
-            if protocol > 0xFF:  # more than the field holds: in an attribute
+            if protocol > 0xFF:  # too large for the field: in an attribute
                 inet += struct.pack("=HHI", 8, INET_DIAG_REQ_PROTOCOL, protocol)
             requests.append((inet, INET_HEAD, 68, INET_DIAG_SKMEMINFO))
     for request, head, inode_at, attribute in requests:
@@ -128,7 +128,7 @@ def read_socket_use(*, few: int) -> SocketUse:
 
 
 def _dump(request: bytes) -> Iterator[bytes]:
-    """The bodies of the messages that the kernel answers with."""
+    """Yield the bodies of the kernel's answers."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as channel:
         channel.settimeout(TIMEOUT_S)
         header = struct.pack("=IHHII", 16 + len(request), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST_DUMP, 1, 0)
@@ -156,7 +156,7 @@ def _memory(attributes: bytes, wanted: int) -> int:
 
 
 class Mappings(NamedTuple):
-    """The number of mappings that a process of this size was seen to have."""
+    """The number of mappings of a process when it had this size."""
 
     size_kib: int
     number: int
@@ -166,18 +166,18 @@ class Holdings(msgspec.Struct):
     """The kernel objects and kernel memory that all processes hold together.
 
     Attributes:
-        files: open files, those of a table that several processes share once.
+        files: open files; a table shared by several processes counts once.
         watches: files that epoll instances watch.
         in_flight: files that were sent through Unix sockets and not received.
-        buried: Unix sockets that no process has open, which may hold more of them; only looked for if some are in
-            flight, and if the network is the sandbox's own.
-        locks: of files.
-        mappings: as far as they are counted, see `MANY_MAPPINGS`; each may keep a file open that no table has.
+        buried: Unix sockets that no process has open, which may hold more files; only determined if some are in flight,
+            and if the network is the sandbox's own.
+        locks: file locks.
+        mappings: as far as they are counted, see `MANY_MAPPINGS`; each may hold a file open that no table contains.
         network_bytes: buffers of TCP and UDP; only if the network is the sandbox's own.
-        orphans: connections that are closed and not over; likewise.
-        filters: of system calls, of all threads together, beyond those that everything in a sandbox has.
-        kernel_bytes: memory of the kernel by process id: page tables, mappings, pipes, buffers of sockets. What no
-            process has open is that of 0.
+        orphans: closed but unfinished connections; likewise.
+        filters: system call filters of all threads together, beyond the ones of every process in a sandbox.
+        kernel_bytes: kernel memory by process id: page tables, mappings, pipes, socket buffers. 0 stands for memory
+            that no process has open.
     """
 
     files: int = 0
@@ -201,15 +201,15 @@ def measure_holdings(
     mappings: dict[int, Mappings],
     own_devices: Collection[int] = (),
 ) -> Holdings:
-    """Look at these processes. Blocks: some 3 us for each open file, 1 ms for each 2,000 watches, and 15 us a process.
+    """Measure these processes. Blocks: some 3 us for each open file, 1 ms for each 2,000 watches, and 15 us a process.
 
     Args:
         pids: the processes.
         most: the counting of files, watches and locks stops above this number.
         memory_bytes: mappings are counted one by one if they may take half of this.
-        own_network: all sockets of this network namespace are the sandbox's.
-        mappings: what was counted before, by process id; changed. A look counts for `COUNTING_S`, and the next goes on.
-        own_devices: file systems that nobody else has files of.
+        own_network: all sockets of this network namespace belong to the sandbox.
+        mappings: earlier counts, by process id; updated. A check counts for `COUNTING_S`, and the next one continues.
+        own_devices: file systems on which only the sandbox has files.
     """
     found = Holdings(kernel_bytes={})
     holders: dict[int, int] = {}
@@ -257,7 +257,7 @@ def _add_sockets(found: Holdings, holders: dict[int, int], *, own_network: bool)
 
 
 def _look_at(table: str, found: Holdings, holders: dict[int, int], pipes: set[str], pid: int, most: int) -> None:
-    """Add what is open in a table of files, named by its folder in /proc."""
+    """Add the open files of a table, given by its folder in /proc."""
     try:
         if found.files + _count_files(table) > most:
             found.files = most + 1
@@ -267,7 +267,7 @@ def _look_at(table: str, found: Holdings, holders: dict[int, int], pipes: set[st
         for name in names if found.files <= most else ():
             _look_at_file(table, name, found, holders, pipes, pid, most)
     except PermissionError:
-        # A program that may not be read, or that asked not to be looked at. The number can be seen nevertheless.
+        # A program that may not be read, or that asked not to be inspected. The number is visible nevertheless.
         files = _count_files(table)
         found.files += files
         found.watches += (files // 2) ** 2 if files > FEW_UNSEEN else 0
@@ -280,7 +280,7 @@ def _look_at_file(
 ) -> None:
     try:
         target = os.readlink(f"{table}/fd/{name}")
-    except FileNotFoundError:  # closed since
+    except FileNotFoundError:  # it was closed in between
         return
     if target == EVENTPOLL:
         if found.watches <= most:
@@ -290,12 +290,12 @@ def _look_at_file(
         found.in_flight += _in_flight(f"{table}/fdinfo/{name}")
     elif target.startswith(PIPE):
         pipes.add(target)
-    if found.locks <= most:  # the kernel locks whatever can be opened: pipes and sockets as well
+    if found.locks <= most:  # the kernel locks everything that can be opened, including pipes and sockets
         found.locks += _count(f"{table}/fdinfo/{name}", b"lock:", most)
 
 
 def _tables(pid: int, threads: int) -> Iterator[str]:
-    """Folders in /proc of the different tables of files that a process has: its threads may have their own."""
+    """Yield folders in /proc of the different file tables of a process: its threads may have their own."""
     if threads <= 1:
         yield f"/proc/{pid}"
         return
@@ -311,14 +311,14 @@ def _tables(pid: int, threads: int) -> Iterator[str]:
 
 
 def _share_files(task: int, other: int) -> bool:
-    """Return whether two tasks have one table. False if that cannot be told."""
+    """Return whether two tasks share one table. False if that is unknown."""
     number = _KCMP.get(os.uname().machine)
     return number is not None and _libc().syscall(number, task, other, _KCMP_FILES, 0, 0) == 0
 
 
 @functools.cache
 def _libc() -> Any:
-    import ctypes  # here, because a sandbox without threads does without
+    import ctypes  # here, because a sandbox without threads never needs it
 
     return ctypes.CDLL(None)
 
@@ -329,7 +329,7 @@ _KCMP_FILES = 2
 
 
 def _count_files(table: str) -> int:
-    """The number of open files, which Linux 6.2 and later show as the size of the folder; before, the table's size."""
+    """Return the number of open files (Linux 6.2 and later: the size of the folder; before: the table's size)."""
     with suppress(OSError):
         if files := os.stat(f"{table}/fd").st_size:
             return files
@@ -341,7 +341,7 @@ _TABLE_SIZE = re.compile(rb"^FDSize:\s+([0-9]+)", re.MULTILINE)
 
 
 def _count(path: str, word: bytes, most: int) -> int:
-    """Count the lines that begin with `word`. Stops, with what it has, above `most`."""
+    """Count the lines that begin with `word`. Stops with the current count above `most`."""
     counted, rest = 0, b"\n"
     for piece in _pieces(path):
         text = rest + piece
@@ -355,8 +355,8 @@ def _count(path: str, word: bytes, most: int) -> int:
 def _listed_locks(pids: Container[int], devices: Collection[int], most: int) -> int:
     """Return the number of locks that the kernel lists for these processes, and of open files of these devices.
 
-    Such a list has what is locked by a process that may not be looked at, and by open files that no process has in its
-    table: those that are mapped, or in flight.
+    The list includes locks of inaccessible processes, and of open files that are in no process's table because they are
+    mapped or in flight.
     """
     counted, rest, own = 0, b"", {(os.major(device), os.minor(device)) for device in devices}
     for piece in _pieces("/proc/locks"):
@@ -385,7 +385,7 @@ def _in_flight(path: str) -> int:
 def _pieces(path: str) -> Iterator[bytes]:
     """Yield the content of a file in /proc: one piece unless it is long, and nothing if the process has ended.
 
-    Without a buffer, which takes as long as reading.
+    It reads without a buffer, which would take as long as the reading.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -401,7 +401,7 @@ def _pieces(path: str) -> Iterator[bytes]:
 
 
 def _count_mappings(sizes: dict[int, int], mappings: dict[int, Mappings]) -> None:
-    """Count those of processes whose size has changed, the largest first, for `COUNTING_S`."""
+    """Count the mappings of processes whose size has changed, the largest first, for `COUNTING_S`."""
     until_s = time.monotonic() + COUNTING_S
     for pid in mappings.keys() - sizes.keys():
         del mappings[pid]
@@ -414,7 +414,7 @@ def _count_mappings(sizes: dict[int, int], mappings: dict[int, Mappings]) -> Non
 
 
 def _count_filters(pid: int, status: dict[bytes, int], of_all: int) -> int:
-    """The filters of system calls that the threads of a process have put on themselves, or inherited from such."""
+    """Return the number of system call filters that the threads of a process have set or inherited."""
     if status.get(b"Threads", 1) <= 1:
         return max(0, status.get(_FILTERS, 0) - of_all)
     try:
@@ -425,18 +425,17 @@ def _count_filters(pid: int, status: dict[bytes, int], of_all: int) -> int:
 
 
 def _read_status(task: int | str) -> dict[bytes, int]:
-    """The numbers in the status of a task, named by its path in /proc, by name: sizes are in KiB."""
+    """Return the numbers in the status of a task (its path in /proc) by name; sizes are in KiB."""
     text = next(_pieces(f"/proc/{task}/status"), b"")
     return {name: int(value) for name, value in _IN_STATUS.findall(text)}
 
 
 _FILTERS = b"Seccomp_filters"
-"""Since Linux 5.9."""
+"""Available since Linux 5.9."""
 _IN_STATUS = re.compile(rb"^(VmPTE|VmSize|Threads|Seccomp_filters):\s+([0-9]+)", re.MULTILINE)
 
 
 def _own_sockets() -> set[int]:
-    """The inodes of this process's own sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -447,7 +446,7 @@ def _own_sockets() -> set[int]:
 
 
 def _unix_sockets() -> list[int]:
-    """The inodes of the Unix sockets of this network namespace, as far as they have one."""
+    """Return the inodes of the Unix sockets of this network namespace, as far as they have one."""
     with suppress(OSError), open("/proc/net/unix", "rb") as file:
         next(file, None)
         return [int(line.split(None, 7)[6]) for line in file]

@@ -1,8 +1,8 @@
-"""The process the persistent IPython shell lives in: `python -m prorl_daemon.ipython_child CONTROL_FD BEGUN_FD`.
+"""The process of the persistent IPython shell: `python -m prorl_daemon.ipython_child CONTROL_FD BEGUN_FD`.
 
 Blocking and single-threaded, so that user code finds an ordinary Python. Its descriptors 1 and 2 are pipes to the
-daemon; what is written there, by whatever the cell starts, is the cell's output. It ends when the control socket does.
-Copies of it that cells fork are none of the daemon's partners: see `forks`.
+daemon; all data that the cell and its children write there is the cell's output. It ends when the control socket does.
+Copies that cells fork do not communicate with the daemon: see `forks`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit code of a program that SIGINT ended, as shells report it."""
 
-_exit, _getpid = os._exit, os.getpid  # cells may put others in their place
+_exit, _getpid = os._exit, os.getpid  # cells may replace them
 
 
 class KernelProcess:
-    """The process this is made in, as against its copies.
+    """The original process, as opposed to its forked copies.
 
     Args:
         let_go: called in each copy that Python makes (`os.fork`, `os.forkpty`, `multiprocessing`, a `preexec_fn`): each
-            closes a descriptor that is the kernel's alone. A `fork` that Python does not see keeps them, unused.
+            closes a descriptor that belongs to the kernel. A `fork` that Python does not see keeps them, unused.
     """
 
     def __init__(self, *let_go: Callable[[], None]) -> None:
         self._pid = _getpid()
         self._let_go = let_go
-        # Before: what is in the buffers was written once, and is to be seen once.
+        # Flush before the fork, so that buffered output appears only once.
         os.register_at_fork(before=flush_output, after_in_child=self._become_copy)
 
     @property
     def is_copy(self) -> bool:
-        """Return whether the process that asks is another one than the kernel."""
+        """Return whether the calling process is not the kernel."""
         return _getpid() != self._pid
 
     def _become_copy(self) -> None:
@@ -58,9 +58,9 @@ class KernelProcess:
 
 
 def end_copy(error: BaseException | None, traceback: str) -> NoReturn:
-    """End this process as a script's child ends that has come to the script's end, with `error` if there was one.
+    """End this process as the child of a script ends at the script's end, with `error` if there was one.
 
-    What it wrote is flushed; what is registered to run at exit is the kernel's, and is not run.
+    Its output is flushed; functions registered to run at exit belong to the kernel, and are not run.
     """
     code, said = _ending(error, traceback)
     with suppress(Exception):
@@ -87,15 +87,15 @@ def _ending(error: BaseException | None, traceback: str) -> tuple[int, str]:
 
 
 def is_session_leader() -> bool:
-    """Return whether this process is the one that the daemon started.
+    """Return whether the daemon started this process.
 
-    One that it forked is not, unless it says so itself.
+    A forked process is not, unless it makes itself a session leader.
     """
     return _getpid() == os.getsid(0)
 
 
 def flush_output() -> None:
-    """Hand on what Python has written so far. Cells may close or replace the streams, and fork while one is written."""
+    """Flush Python's output so far. Cells may close or replace the streams, and fork during a write."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError, RuntimeError):
             stream.flush()
@@ -103,13 +103,13 @@ def flush_output() -> None:
 
 RECEIVE_BYTES = 64 * 1024
 THREAD_STACK_BYTES = 2 * 1024 * 1024
-"""Stack of each Python thread. A stack counts as memory as a whole, used or not: at the usual 8 MiB, 256 threads that
-sleep would take the 2 GiB that a process may have."""
+"""Stack of each Python thread. A whole stack counts as memory, used or not: at the usual 8 MiB, 256 sleeping threads
+would take the 2 GiB that a process may have."""
 _decoder: msgspec.msgpack.Decoder[StartChild | RunCell] = msgspec.msgpack.Decoder(StartChild | RunCell)
 
 
 class ControlSocket:
-    """The daemon's end of the conversation, seen from here. Blocks."""
+    """The child's end of the control socket. Blocks."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -119,7 +119,7 @@ class ControlSocket:
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self) -> StartChild | RunCell | None:
-        """The next message, None when the daemon has closed its end."""
+        """Return the next message, or None when the daemon has closed its end."""
         while (payload := self._frames.next_frame()) is None:
             try:
                 received = self._socket.recv(RECEIVE_BYTES)
@@ -131,16 +131,15 @@ class ControlSocket:
         return _decoder.decode(payload)
 
     def send(self, message: ChildReady | CellDone) -> None:
-        """Send one message."""
         self._socket.sendall(encode_frame(self._encoder.encode(message), max_frame_bytes=CONTROL_MAX_FRAME_BYTES))
 
     def close(self) -> None:
-        """Close this process's descriptor; others that have it keep theirs."""
+        """Close this process's descriptor; other processes keep theirs."""
         self._socket.close()
 
 
 def preload_shell() -> None:
-    """Make the shell that copies of this process have: the agent's environment and directory are nothing to it yet."""
+    """Make the shell for all copies of this process, independent of the agent's environment and directory."""
     from prorl_daemon.ipython_shell import CellShell
 
     CellShell.instance().rehearse()
@@ -149,9 +148,9 @@ def preload_shell() -> None:
 def main(control_fd: int, begun_fd: int) -> NoReturn:
     """Serve cells until the daemon closes the control socket, then end without running user code at exit.
 
-    A byte goes to `begun_fd` when a cell has begun: from then on SIGINT interrupts it.
+    It writes a byte to `begun_fd` when a cell has begun: from then on SIGINT interrupts the cell.
     """
-    if not is_session_leader():  # forked by what Python runs when it starts: a `sitecustomize` of the user's
+    if not is_session_leader():  # forked by code that Python runs at startup: a user's `sitecustomize`
         os._exit(0)
     signal.signal(signal.SIGINT, _ignore_interrupt)
     control = ControlSocket(control_fd)
@@ -159,8 +158,8 @@ def main(control_fd: int, begun_fd: int) -> NoReturn:
     try:
         _serve(control, begun_fd, KernelProcess(control.close, partial(os.close, begun_fd)))
     except (MemoryError, SystemError):
-        # In our own code: the cell's variables, or its threads, have taken all there is. Python raises SystemError
-        # where it had no memory to say how it failed.
+        # In our own code: the cell's variables or threads have used up all memory. Python raises SystemError
+        # if it lacked the memory to report the failure.
         os._exit(NO_MEMORY_EXIT)
     os._exit(0)
 
@@ -173,7 +172,7 @@ def _serve(control: ControlSocket, begun_fd: int, process: KernelProcess) -> Non
     from prorl_daemon.ipython_shell import CellShell
 
     shell = CellShell.instance()
-    gc.freeze()  # what IPython itself is made of need not be looked through again and again
+    gc.freeze()  # IPython's own objects need not be searched repeatedly
     control.send(ChildReady())
     while isinstance(cell := control.receive(), RunCell):
         try:
@@ -182,7 +181,7 @@ def _serve(control: ControlSocket, begun_fd: int, process: KernelProcess) -> Non
             done = shell.run(cell.code, number=cell.number, max_text_bytes=cell.max_text_bytes)
             flush_output()
             signal.signal(signal.SIGINT, _ignore_interrupt)
-        except KeyboardInterrupt:  # it came when the user's code had just ended; the daemon sends one for each cell
+        except KeyboardInterrupt:  # it arrived just after the user's code; the daemon sends one for each cell
             signal.signal(signal.SIGINT, _ignore_interrupt)
             done = shell.interrupted(cell.number)
         finally:
@@ -192,7 +191,7 @@ def _serve(control: ControlSocket, begun_fd: int, process: KernelProcess) -> Non
 
 
 def _take_environment(start: StartChild) -> None:
-    """Become what a tool's process is: its environment, its directory, an import path that begins with that."""
+    """Become like a tool's process: its environment, its directory, an import path that begins with the directory."""
     os.environ.clear()
     os.environ.update(start.env)
     os.chdir(start.cwd if os.path.isdir(start.cwd) else "/")
@@ -206,7 +205,7 @@ def _take_environment(start: StartChild) -> None:
 
 
 def _ignore_interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """Between cells. Not SIG_IGN, which what user code starts then would inherit."""
+    """Ignore SIGINT between cells. Unlike SIG_IGN, this is not inherited by children of user code."""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""An IPython shell without a terminal: results and tracebacks are returned, not printed; nothing is kept on disk.
+"""An IPython shell without a terminal: results and tracebacks are returned, not printed; nothing is stored on disk.
 
-Imported in the IPython child only.
+Imported only in the IPython child.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _REHEARSAL = "def fail(value):\n    return value / 0\nfail(1)\n"
 _NO_INPUT = "there is no one to answer input(): pass the value in the code instead"
 
 _ESCAPE = re.compile(r"[%!?]|^\s*[,;/]")
-"""Signs of IPython's own syntax: one of the first anywhere in a line, or one of the others at its beginning."""
+"""Signs of IPython's own syntax: `%`, `!` or `?` anywhere in a line, or one of the others at its beginning."""
 
 
 class CellSyntax(TransformerManager):
-    """A faster IPython transformer: cells without IPython's syntax, which are most, are left as they are.
+    """A faster IPython transformer: cells without IPython's syntax, which are most, are left unchanged.
 
-    IPython's own splits every cell into tokens to find that syntax: a seventh of the time of a short cell, and more
-    with the cell's length.
+    IPython's own splits every cell into tokens to find that syntax. This takes a seventh of the time of a short cell,
+    and more for longer cells.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class CellSyntax(TransformerManager):
         self._own_transformers = list(self.token_transformers)
 
     def do_token_transforms(self, lines: list[str]) -> list[str]:
-        """`lines` with that syntax made into Python. Transformers that an extension added see every cell."""
+        """Convert IPython syntax in `lines` to Python. Transformers that an extension added see every cell."""
         if self.token_transformers == self._own_transformers and not any(map(_ESCAPE.search, lines)):
             return lines
         transformed: list[str] = super().do_token_transforms(lines)  # type: ignore[no-untyped-call]
@@ -65,31 +65,30 @@ class CellSyntax(TransformerManager):
 
 
 class ResultHook(DisplayHook):
-    """Keeps the last expression's `repr` for the cell's result; `_`, `Out` and `_3` work as ever."""
+    """Stores the last expression's `repr` for the cell's result; `_`, `Out` and `_3` work as usual."""
 
     shell: Any
     exec_result: Any = None  # plain, see `CellShell`
     _result: str | None = None
 
     def take_result(self) -> str | None:
-        """The result since the last call, None if there was none."""
         result, self._result = self._result, None
         return result
 
     def write_output_prompt(self) -> None:
-        """No `Out[3]:`."""
+        """Do nothing: no `Out[3]:`."""
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        """Keep the text instead of printing it, and its other forms."""
+        """Store the text and the other forms instead of printing."""
         self._result = format_dict.get("text/plain")
         if len(format_dict) > 1:
             self.shell.displays.add(format_dict)
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
-        """Nothing: IPython would keep a copy of every result's forms for ever."""
+        """Do nothing: IPython would permanently store the forms of every result."""
 
     def finish_displayhook(self) -> None:
-        """No separator."""
+        """Do nothing: no separator."""
         self._is_active = False
 
 
@@ -97,17 +96,17 @@ class Publisher(DisplayPublisher):
     """`display()`: text goes to standard output, and images to the cell's displays."""
 
     def publish(self, data: dict[str, Any], *_: object, **__: object) -> None:
-        """Take one object in its forms by MIME type. Updates of an earlier display are displays of their own."""
+        """Publish one object with its forms by MIME type. Updates of an earlier display are separate displays."""
         if "text/plain" in data:
             print(data["text/plain"])  # noqa: T201
         self.shell.displays.add(data)
 
     def clear_output(self, wait: bool = False) -> None:
-        """Nothing: what was shown, was shown."""
+        """Do nothing: output cannot be withdrawn."""
 
 
 class History(HistoryManager):
-    """The history behind `In`, `_i` and `%history`. In memory."""
+    """The history behind `In`, `_i` and `%history`, in memory."""
 
     _i = _ii = _iii = _i00 = ""  # plain, see `CellShell`
 
@@ -115,13 +114,13 @@ class History(HistoryManager):
 class CellShell(InteractiveShell):
     """The shell. `run` is all that the child uses.
 
-    What changes with each cell is a plain attribute here and in the classes above. In IPython these are traits, checked
-    and announced at each change, which takes a quarter of a short cell's time; nobody listens.
+    Values that change with each cell are plain attributes here and in the classes above. In IPython these are traits,
+    which are validated and announced at each change without any observer. This takes a quarter of a short cell's time.
     """
 
     displayhook_class = Type(ResultHook)
     display_pub_class = Type(Publisher)
-    system = InteractiveShell.system_raw  # `!cmd` writes to our descriptors, not through a pty of its own
+    system = InteractiveShell.system_raw  # `!cmd` writes to our descriptors, not through its own pty
 
     displayhook: ResultHook
     execution_count = 1
@@ -150,9 +149,9 @@ class CellShell(InteractiveShell):
         getpass.getpass = _refuse_input
 
     def rehearse(self) -> None:
-        """Make and drop the traceback of a cell that fails: what the first one imports is three quarters of its time.
+        """Make and drop the traceback of a failing cell: imports take three quarters of the time of the first one.
 
-        Nothing of it can be seen afterwards; no cell has run.
+        It leaves no trace, and counts as no cell.
         """
         name = "<rehearsal>"
         linecache.cache[name] = (len(_REHEARSAL), None, _REHEARSAL.splitlines(keepends=True), name)
@@ -165,9 +164,9 @@ class CellShell(InteractiveShell):
         del linecache.cache[name]
 
     def run(self, code: str, *, number: int, max_text_bytes: int) -> CellDone:
-        """Run one cell; what it raises, `SystemExit` and `KeyboardInterrupt` too, becomes the answer's `error`.
+        """Run one cell; every exception, including `SystemExit` and `KeyboardInterrupt`, becomes the answer's `error`.
 
-        A copy of this process that the cell has forked returns from here as well: see `forks`.
+        A copy of this process that the cell has forked also returns from here: see `forks`.
         """
         self.last_error, self.last_traceback = None, ""
         self.displayhook.take_result()
@@ -187,7 +186,7 @@ class CellShell(InteractiveShell):
             value, traceback = cap_text(text, max_text_bytes), cap_text(self.last_traceback, max_text_bytes)
             cell_error = CellError(name=name, value=value.text, traceback=traceback.text, errno=_errno_of(error))
             dropped_bytes += value.dropped_bytes + traceback.dropped_bytes
-        elif self.last_traceback:  # of a `__repr__` that failed, of a script of `%run`: shown, but not the cell's end
+        elif self.last_traceback:  # of a failed `__repr__` or a script of `%run`: shown, but the cell did not fail
             with suppress(OSError, ValueError, AttributeError):  # a cell may close or replace it
                 sys.stderr.write(self.last_traceback.rstrip("\n") + "\n")
         displays, self.displays = self.displays, Displays()
@@ -202,7 +201,7 @@ class CellShell(InteractiveShell):
         )
 
     def interrupted(self, number: int) -> CellDone:
-        """The answer for a cell whose interrupt came outside of its own code."""
+        """Return the answer for a cell that was interrupted outside of its own code."""
         self.displays = Displays()
         self.last_error, self.last_traceback = KeyboardInterrupt(), KeyboardInterrupt.__name__
         error = CellError(name=KeyboardInterrupt.__name__, value="", traceback=self.last_traceback)
@@ -215,13 +214,13 @@ class CellShell(InteractiveShell):
         raise SystemExit
 
     def var_expand(self, cmd: str, depth: int = 0, formatter: Formatter = _FORMATTER) -> str:
-        """The first step of every `!cmd`: what Python has written so far comes before what the command writes."""
+        """Flush Python's output before every `!cmd`, so that it precedes the command's output."""
         sys.stdout.flush()
         sys.stderr.flush()
         return str(super().var_expand(cmd, depth + 1, formatter))  # type: ignore[no-untyped-call]
 
     def init_history(self) -> None:
-        """Make the history, as IPython does, but of our class."""
+        """Make the history, as IPython does, but with our class."""
         self.history_manager = History(shell=self, parent=self)
         self.configurables.append(self.history_manager)  # type: ignore[arg-type]
 
@@ -232,9 +231,9 @@ class CellShell(InteractiveShell):
         """Do nothing, for the same reason."""
 
     def should_run_async(self, raw_cell: str, *, transformed_cell: str | None = None, **options: Any) -> bool:
-        """Return what IPython's own returns.
+        """Return the result of IPython's own method.
 
-        That compiles the cell once more to find out, so it is asked only where a word says so.
+        That compiles the cell again, so it is only called if a keyword suggests it.
         """
         cell = raw_cell if transformed_cell is None else transformed_cell
         if "await" not in cell and "async" not in cell:
@@ -242,10 +241,10 @@ class CellShell(InteractiveShell):
         return bool(super().should_run_async(raw_cell, transformed_cell=transformed_cell, **options))
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """None: there is no window. `%matplotlib inline` asks for this."""
+        """Do nothing, for lack of a window. `%matplotlib inline` calls this."""
 
     def _format_exception_for_storage(self, exception: BaseException, *_: object, **__: object) -> dict[str, Any]:
-        """For `%notebook`: the traceback as it was shown. IPython's own makes it a second time, which takes longest."""
+        """Return the displayed traceback, for `%notebook`. IPython's own makes it again, which is the slowest part."""
         return {
             "ename": type(exception).__name__,
             "evalue": _text_of(exception),
@@ -254,7 +253,7 @@ class CellShell(InteractiveShell):
 
     @contextmanager
     def _tee(self, channel: str) -> Iterator[None]:
-        """No copy of all output for IPython's history: it would be kept for ever."""
+        """Do nothing: IPython's history would permanently store a copy of all output."""
         yield
 
     def _show_figures(self) -> None:
@@ -283,7 +282,7 @@ def _memory_note() -> str:
 
 
 def _figure_png(figure: Any) -> Any:
-    from IPython.core.pylabtools import print_figure  # it takes long to import, and matplotlib is rare
+    from IPython.core.pylabtools import print_figure  # its import takes long, and matplotlib is rare
 
     return print_figure(figure, fmt="png")  # type: ignore[no-untyped-call]
 
@@ -293,7 +292,7 @@ def _refuse_input(prompt: object = "", stream: object = None) -> NoReturn:
 
 
 def _errno_of(error: BaseException) -> int | None:
-    """The system's own number, whatever the error's class has made of the attribute."""
+    """Return the system's own number, even if the error's class has changed the attribute."""
     number = _ERRNO.__get__(error) if isinstance(error, OSError) else None
     return number if type(number) is int and number in errno.errorcode else None
 

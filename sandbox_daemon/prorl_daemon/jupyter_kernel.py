@@ -1,6 +1,6 @@
 """A Jupyter kernel of any language, used by the daemon in the same way as its own IPython child.
 
-Imported when a Jupyter kernel is first asked for: it needs jupyter_client.
+Imported when a Jupyter kernel is first requested, because it needs jupyter_client.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 60.0
 HELLO_AGAIN_S = 0.5
-"""A kernel that answers on one channel, but was not subscribed to yet on the other, is asked once more after this."""
+"""Delay before a kernel is asked again that answered on one channel, but was not yet subscribed to on the other."""
 KILL_DEADLINE_S = 2.0
 BEGIN_GRACE_S = 0.5
-"""The time that an interrupt waits for a kernel that has not begun with its cell yet."""
+"""Time that an interrupt waits for a kernel that has not yet begun its cell."""
 DRAIN_GRACE_S = 0.2
-"""The time for a dead kernel's last messages and output to come."""
+"""Time for a dead kernel's last messages and output to arrive."""
 LAST_MESSAGE_GRACE_S = 2.0
-"""The time for the end of a cell's output to come after its answer."""
+"""Time for the end of a cell's output to arrive after its answer."""
 
 
-# A client's ends of a Jupyter kernel's sockets, for trio: ZeroMQ's own descriptors are waited for, nothing is polled.
+# A client's ends of a Jupyter kernel's sockets, for trio: it waits for ZeroMQ's own descriptors, without polling.
 #
-# Imported when a Jupyter kernel is first asked for: it needs jupyter_client.
+# Imported when a Jupyter kernel is first requested, because it needs jupyter_client.
 
 MAX_QUEUED_MESSAGES = 1000
-"""For each socket. Beyond it the kernel waits (shell, control), or drops what it publishes (iopub)."""
+"""Limit for each socket. Beyond it the kernel waits (shell, control), or drops its publications (iopub)."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""ZeroMQ drops the connection over a longer one, and connects again."""
+"""On a longer message, ZeroMQ drops the connection and reconnects."""
 
 MAX_EXECUTION_COUNT = 2**63
-"""The largest count that can be sent on, and one: a cell can have its kernel say any."""
+"""One more than the largest count that can be sent: a cell can make its kernel report any count."""
 _CONTROL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -68,8 +68,8 @@ class JupyterCell:
     """The state of one cell.
 
     Attributes:
-        begun: the kernel runs it; an interrupt reaches it.
-        idle: everything it published has been taken.
+        begun: the kernel runs it, so that an interrupt reaches it.
+        idle: all its publications have been received.
         reply: the content of the answer to its request.
     """
 
@@ -84,7 +84,7 @@ class JupyterCell:
         self._result: str | None = None
 
     async def take_published(self, message: Mapping[str, Any]) -> None:
-        """Take a message of the iopub channel. Output counts whoever wrote it, a thread of an earlier cell too."""
+        """Process a message of the iopub channel. Output counts whoever wrote it, even a thread of an earlier cell."""
         content, ours = message["content"], message["parent_header"].get("msg_id") == self._request_id
         match message["header"]["msg_type"]:
             case "stream":
@@ -102,12 +102,11 @@ class JupyterCell:
                 self.idle = True
 
     def take_reply(self, message: Mapping[str, Any]) -> None:
-        """Take a message of the shell channel."""
         if message["parent_header"].get("msg_id") == self._request_id:
             self.reply = message["content"]
 
     def done(self) -> CellDone:
-        """The answer. `reply` must be there."""
+        """Return the answer. `reply` must be set."""
         assert self.reply is not None
         result, error, dropped_bytes = self._result, None, 0
         if result is not None:
@@ -135,7 +134,7 @@ class JupyterCell:
 
 
 def without_control_codes(text: str) -> str:
-    """`text` without the terminal's escape sequences: colours, titles, cursor movements."""
+    """Return `text` without the terminal's escape sequences: colours, titles, cursor movements."""
     return _CONTROL_CODE.sub("", text)
 
 
@@ -144,17 +143,16 @@ def _joined(forms: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(form: Any) -> str:
-    """Jupyter allows a list of lines wherever there is text."""
+    """Return a text, which in Jupyter may always be a list of lines."""
     return "".join(map(str, form)) if isinstance(form, list) else str(form)
 
 
 class BadMessage(Exception):
-    """Something came that no kernel with our key sends."""
+    """A message that no kernel with our key sends."""
 
 
 MALFORMED = (BadMessage, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
-"""Errors of reading a message that is none of Jupyter's: a cell got hold of its kernel's sockets. The kernel is lost
-then."""
+"""Errors of reading an invalid message: a cell accessed its kernel's sockets, and the kernel is lost."""
 
 
 class JupyterChannels:
@@ -180,17 +178,17 @@ class JupyterChannels:
         return self._send(self._shell, kind, content)
 
     def ask_control(self, kind: str) -> str:
-        """Send a request on the control channel, whose answers nobody reads."""
+        """Send a request on the control channel, whose answers are not read."""
         while self._receive_nowait(self._control) is not None:
             continue
         return self._send(self._control, kind, {})
 
     async def receive_reply(self) -> dict[str, Any]:
-        """The next message of the shell channel. Raises BadMessage. A checkpoint only if it has to wait."""
+        """Return the next message of the shell channel. Raises BadMessage. A checkpoint only if it has to wait."""
         return await self._receive(self._shell)
 
     async def receive_published(self) -> dict[str, Any]:
-        """The next message of the iopub channel: output, displays, status. As `receive_reply`."""
+        """Return the next message of the iopub channel: output, displays, status. As `receive_reply`."""
         return await self._receive(self._iopub)
 
     def close(self) -> None:
@@ -213,7 +211,7 @@ class JupyterChannels:
         return str(message["header"]["msg_id"])
 
     async def _receive(self, socket: zmq.Socket[bytes]) -> dict[str, Any]:
-        # The descriptor tells of changes, not of a state: it may only be waited for after a read that found nothing.
+        # The descriptor reports changes, not a state: wait for it only after an empty read.
         while (message := self._receive_nowait(socket)) is None:
             await trio.lowlevel.wait_readable(socket.fileno())
         return message
@@ -227,10 +225,10 @@ class JupyterChannels:
 
 
 class JupyterKernel:
-    """A running kernel. One cell at a time; its caller sees to that. A `CellKernel`.
+    """A running kernel. One cell at a time, which its caller ensures. A `CellKernel`.
 
-    Output is what the kernel publishes; what it writes to its own descriptors, which ipykernel publishes as well, is
-    only kept to say why a start failed.
+    Its publications are the output. Its own descriptors, which ipykernel publishes as well, are only stored to explain
+    a failed start.
     """
 
     def __init__(
@@ -251,11 +249,9 @@ class JupyterKernel:
         return f"<JupyterKernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
 
     async def wait_gone(self) -> None:
-        """Wait until the kernel has ended, by whatever cause, and its last output has been taken."""
         await self._gone.wait()
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
-        """Send a cell. If the kernel is gone or goes, `wait_done` says so."""
         if self._ended.is_set():
             return
         content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}}
@@ -263,7 +259,6 @@ class JupyterKernel:
         self._cell = JupyterCell(request_id, max_text_bytes=max_text_bytes, stdout=stdout, stderr=stderr)
 
     async def wait_done(self) -> CellDone | None:
-        """Wait for the cell's end, with all its output; return it, None if the kernel ended. May be called again."""
         cell = self._cell
         if cell is not None and not self._gone.is_set():
             async with self._reading:
@@ -276,9 +271,9 @@ class JupyterKernel:
         return None
 
     async def interrupt(self) -> None:
-        """Send SIGINT to the kernel and its process group, or the message it wants instead.
+        """Send SIGINT to the kernel and its process group, or the message that it expects instead.
 
-        Waits for the kernel to have begun with the cell: it ignores what comes before.
+        Waits until the kernel has begun the cell, because it ignores earlier interrupts.
         """
         if self._cell is None or self._ended.is_set():
             return
@@ -293,7 +288,6 @@ class JupyterKernel:
             self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """Kill (SIGKILL) the kernel if it runs, with everything in its session or below it; return when all ended."""
         if self.child.exit_code is not None:
             return
         session = self.child.pid
@@ -305,7 +299,7 @@ class JupyterKernel:
         await kill_until_gone(members)
 
     async def start(self) -> bool:
-        """Wait until both of its channels work and its opening has run; False if it ended or failed instead."""
+        """Wait until both of its channels work and its opening code has run; return False if it ended or failed."""
         ready = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_after, self._ended, nursery.cancel_scope, 0)
@@ -334,11 +328,10 @@ class JupyterKernel:
         return bool(reply["content"]["status"] == "ok")
 
     def recent_errors(self) -> str:
-        """Return what the kernel last said on standard error outside of cells."""
         return self._stderr.recent_text()
 
     async def serve(self) -> None:
-        """Take the kernel's output until it ends, then close everything of it. On cancellation it is killed."""
+        """Read the kernel's output until it ends, then close all its resources. On cancellation it is killed."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._stdout.serve)
@@ -355,7 +348,7 @@ class JupyterKernel:
             self._gone.set()
 
     async def aclose(self) -> None:
-        """Close the channels when nobody reads them any more, which is soon after the kernel's end."""
+        """Close the channels when they are no longer read, which is soon after the kernel's end."""
         async with self._reading:
             await run_blocking(self._channels.close, limiter=self._limiter, or_here=True)
 
@@ -365,7 +358,7 @@ class JupyterKernel:
                 await cell.take_published(await self._channels.receive_published())
 
     async def _converse(self, cell: JupyterCell) -> None:
-        """Read both channels until the cell has ended, or the kernel has; there is no `reply` then."""
+        """Read both channels until the cell or the kernel has ended; in the second case `reply` is not set."""
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
 
@@ -413,15 +406,15 @@ async def open_jupyter_kernel(
 ) -> AsyncIterator[JupyterKernel]:
     """Start a kernel of this kernelspec and yield it ready for its first cell.
 
-    On leaving, also by a cancel, everything in its session is killed, and the files made for its start are removed.
+    On exit, also by a cancel, all processes in its session are killed, and the files made for its start are removed.
 
     Args:
-        spec: the kernelspec, as jupyter_client has it.
-        reaper: starts it, and hears of its end.
+        spec: the kernelspec of jupyter_client.
+        reaper: starts it, and is notified of its end.
         cwd: the folder that its cells begin in.
-        limiter: of the threads in which blocking work is done.
-        env: what the cells and what they start see, besides the kernelspec's own.
-        runtime_env: what this daemon's Python needs to start, for a kernel that runs in it.
+        limiter: limiter of the threads for blocking work.
+        env: the environment of cells and their children, in addition to the kernelspec's own.
+        runtime_env: the environment that this daemon's Python needs to start, for a kernel that runs in it.
 
     Raises:
         StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.

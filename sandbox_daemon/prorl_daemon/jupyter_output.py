@@ -1,7 +1,7 @@
-"""Descriptors 1 and 2 of an ipykernel: what children write there is published before the cell that started them ends.
+"""Descriptors 1 and 2 of an ipykernel: output of children is published before the cell that started them ends.
 
-Runs in the kernel, from its source, in whatever Python the kernel is. ipykernel's own capture is a thread that the end
-of a cell does not wait for: on a busy machine a child's output would come with the next cell.
+It runs in the kernel, from its source, in any Python. ipykernel's own capture is a thread that the end of a cell does
+not wait for: on a busy machine a child's output would appear with the next cell.
 """
 
 import codecs
@@ -12,11 +12,11 @@ import threading
 from typing import Any
 
 PIPE_BYTES = 1024 * 1024
-"""At least what a pipe holds: one read of this size takes all that is in it."""
+"""At least the capacity of a pipe: one read of this size empties it."""
 
 
 def publish_descriptors() -> None:
-    """Publish what is written to descriptors 1 and 2 of this kernel, which was started with `capture_fd_output` off."""
+    """Publish output on descriptors 1 and 2 of this kernel, which was started with `capture_fd_output` off."""
     from IPython import get_ipython
 
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -24,7 +24,7 @@ def publish_descriptors() -> None:
 
 
 class _Descriptor:
-    """A pipe in place of `descriptor`. Whoever reads it writes to `stream` before another may read."""
+    """A pipe that replaces `descriptor`. A reader writes its data to `stream` before another may read."""
 
     def __init__(self, descriptor: int, stream: Any) -> None:
         self._pipe, write_end = os.pipe()
@@ -39,7 +39,10 @@ class _Descriptor:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def publish(self) -> bool:
-        """Publish what is there. False where no more can come: a cell closed the descriptor, or this is its child."""
+        """Publish the pipe's content.
+
+        Return False if it has ended: a cell closed the descriptor, or this is its child.
+        """
         if os.getpid() != self._pid:
             return False
         with self._lock:

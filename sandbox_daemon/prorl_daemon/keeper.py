@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class StartFailed(Exception):
-    """The process could not be started, or was not ready in time. The message says why."""
+    """The process could not be started, or was not ready in time. The message has the reason."""
 
 
 class Turn:
-    """`async with turn:` one task at a time, in the order of their coming. A checkpoint only if it has to wait.
+    """`async with turn:` admits one task at a time, in order of arrival. A checkpoint only if it has to wait.
 
-    That saves a pass of the scheduler, a tenth of what a short command takes here.
+    That saves a pass of the scheduler, a tenth of a short command's time.
     """
 
     def __init__(self) -> None:
@@ -37,31 +37,31 @@ class Turn:
 
 
 class Kept(Protocol):
-    """A process that a `Keeper` keeps."""
+    """A process that a `Keeper` keeps running."""
 
     async def wait_gone(self) -> None:
-        """Wait until the process has ended and cannot be used any more."""
+        """Wait until the process has ended and is no longer usable."""
 
 
 KeptT = TypeVar("KeptT", bound=Kept)
 
 
 class Keeper(Generic[KeptT]):
-    """A keeper of one process at a time, which one task (`serve`) opens and closes, and others use by `current`.
+    """A keeper of one process at a time. One task (`serve`) opens and closes it, and others use it by `current`.
 
-    A process that ends is replaced at once if anybody has used it; otherwise, and after a failed start, when it is
-    next wanted, so that a process that cannot live is not started in a loop.
+    A process that ends is replaced at once if it was used. Otherwise, and after a failed start, it is replaced when
+    next requested, so that a process that cannot live is not restarted in a loop.
 
-    An error of ours in what attends to the process ends that process, and nothing else: what it sends may be of the
-    policy's making. The first one is printed to standard error.
+    An unexpected error in the code for the process ends only that process, because the policy may control the data that
+    it sends. The first such error is printed to standard error.
 
     Args:
-        open_process: Yields the process when it is ready for use, and ends it on leaving. Raises `StartFailed`.
+        open_process: Yields the process when it is ready for use, and ends it on exit. Raises `StartFailed`.
     """
 
     def __init__(self, open_process: Callable[[], AbstractAsyncContextManager[KeptT]]) -> None:
         self.generation = 0
-        """The number of processes that have been started so far."""
+        """The number of processes started so far."""
         self._open_process = open_process
         self._process: KeptT | None = None
         self._failure: StartFailed | None = None
@@ -74,7 +74,6 @@ class Keeper(Generic[KeptT]):
 
     @property
     def process(self) -> KeptT | None:
-        """The running process, if there is one and it is ready."""
         return self._process
 
     def want(self) -> None:
@@ -82,12 +81,12 @@ class Keeper(Generic[KeptT]):
         self._wanted.set()
 
     async def current(self, *, after_generation: int = 0) -> KeptT:
-        """The running process, waiting for its start; of a generation later than `after_generation`.
+        """Return the running process, waiting for its start; of a generation later than `after_generation`.
 
         Cancelling the wait does not stop the start.
 
         Raises:
-            StartFailed: the start this call waited for failed. The next call tries again.
+            StartFailed: the awaited start failed. The next call retries.
         """
         self._failure = None
         while self._process is None or self.generation <= after_generation:

@@ -1,4 +1,4 @@
-"""The socket and the pipes between the daemon and an IPython child, as long as nobody has been started with them."""
+"""The socket and the pipes between the daemon and an IPython child, before a process is started with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class KernelEnds(NamedTuple):
     begun_fd: int
 
     def close(self) -> None:
-        """Close all of them."""
         self.control.close()
         for fd in self[1:]:
             os.close(fd)
@@ -39,7 +38,7 @@ class ChildEnds(NamedTuple):
 
 @contextmanager
 def open_kernel_ends() -> Iterator[tuple[KernelEnds, ChildEnds]]:
-    """Make both; the child's are closed on leaving, and the daemon's as well if the block is left by an error."""
+    """Make the ends of both; the child's are closed on exit, and the daemon's as well on an error."""
     with ExitStack() as ours, ExitStack() as theirs:
         control, passed_control = socket.socketpair()
         ours.callback(control.close)

@@ -1,4 +1,4 @@
-"""The session that a cell belongs to: our own IPython's, or that of a Jupyter kernel."""
+"""The sessions of cells: one of our own IPython, and one for each Jupyter kernel."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
 
 MAX_JUPYTER_KERNELS = 4
-"""Different ones of one sandbox, each a process of its own."""
+"""Limit of different kernels in one sandbox, each in its own process."""
 
 START_TIMEOUT_S = 30.0
 KILL_DEADLINE_S = 2.0
 BEGIN_GRACE_S = 0.25
-"""The time that an interrupt waits for a child that has not begun with its cell yet."""
+"""Time that an interrupt waits for a child that has not yet begun its cell."""
 DRAIN_GRACE_S = 0.1
-"""The time for output to come after the child ended while something else still holds its pipes."""
+"""Time for output to arrive after the child ended while another process still holds its pipes."""
 BEGUN_READ_BYTES = 64
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[ChildReady | CellDone] = msgspec.msgpack.Decoder(ChildReady | CellDone)
 
 MAX_OUTPUT_BYTES = 1024 * 1024
-"""Most a cell's result may keep of each of stdout, stderr, result, error and traceback: together they fit a frame."""
+"""Limit of a cell's stdout, stderr, result, error and traceback, each: together they fit into a frame."""
 INTERRUPT_GRACE_S = 1.5
-"""From SIGINT to SIGKILL of a cell that ran out of time."""
+"""Delay from SIGINT to SIGKILL of a cell that timed out."""
 STOP_DEADLINE_S = 4.0
 STREAM_BUFFER_CHUNKS = 16
 STARVED = "the kernel had no memory left; the stacks of threads count as well"
@@ -68,19 +68,22 @@ class CellKernel(Protocol):
         """Its process."""
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
-        """Send a cell. If the process is gone or goes, `wait_done` says so."""
+        """Send a cell. If the process has ended or ends, `wait_done` reports that."""
 
     async def wait_done(self) -> CellDone | None:
-        """Wait for the cell's end, with all its output; return it, None if the process ended. May be called again."""
+        """Wait for the cell's end, with all its output; return it, or None if the process ended.
+
+        May be called again.
+        """
 
     async def interrupt(self) -> None:
-        """Interrupt the cell that was begun, and no other. Returns when that was asked for."""
+        """Interrupt the begun cell, and no other. Returns when the interrupt was sent."""
 
     async def kill(self) -> None:
-        """Kill the process if it still runs, with everything in its session or below it. Returns when that ended."""
+        """Kill the process if it still runs, with its session and its descendants. Returns when all have ended."""
 
     async def wait_gone(self) -> None:
-        """Wait until the process has ended, by whatever cause, and its last output has been taken."""
+        """Wait until the process has ended for any reason, and its last output has been received."""
 
 
 class IpythonSession:
@@ -89,7 +92,7 @@ class IpythonSession:
     Cells run one after another; a second caller waits for the first. The session lives in `serve`.
 
     Args:
-        open_kernel: Yields a kernel ready for its first cell, and ends it on leaving. Raises `StartFailed`.
+        open_kernel: Yields a kernel ready for its first cell, and ends it on exit. Raises `StartFailed`.
     """
 
     def __init__(self, open_kernel: Callable[[], AbstractAsyncContextManager[CellKernel]]) -> None:
@@ -103,13 +106,13 @@ class IpythonSession:
         return f"<IpythonSession: {self._keeper!r}>"
 
     async def serve(self, *, prestart: bool = False) -> None:
-        """Start a kernel when the first cell comes (at once if `prestart`), until cancelled; then kill it."""
+        """Start a kernel with the first cell (at once if `prestart`), until cancelled; then kill it."""
         if prestart:
             self._keeper.want()
         await self._keeper.serve()
 
     async def restart(self) -> int:
-        """Kill the kernel and start a new one, when a running cell has ended. Returns its pid when it is ready.
+        """Kill the kernel and start a new one, after the end of a running cell. Returns its pid when it is ready.
 
         Raises:
             CallError: `no_ipython`, it cannot be started; `ipython_lost`, as in `run`.
@@ -123,14 +126,14 @@ class IpythonSession:
             return kernel.child.pid
 
     async def run(self, request: IpythonRun, send_output: Callable[[str, bytes], Awaitable[None]]) -> CellResult:
-        """Run one cell to its end, or to its deadline. `send_output` gets its output as it comes, if streamed.
+        """Run one cell to its end, or to its deadline. `send_output` gets its output as it arrives, if streamed.
 
-        After `timeout_s`, and on cancellation, the cell is interrupted; if it does not end, the kernel is killed with
+        After `timeout_s`, and on cancellation, the cell is interrupted. If it does not end, the kernel is killed with
         its session, and another is started. Shielded, within `STOP_DEADLINE_S`.
 
         Raises:
-            CallError: `bad_request` (a limit out of range), `no_ipython` (it cannot be started), `ipython_lost` (there
-                was one, and no other can be started).
+            CallError: `bad_request` (a limit out of range), `no_ipython` (it cannot be started), `ipython_lost` (it
+                ended, and another cannot be started).
         """
         _check(request)
         async with self._turn:
@@ -182,7 +185,7 @@ class IpythonSession:
 
 
 class _Cell:
-    """A cell on its way. `done` is None after `run` if the kernel was lost with it."""
+    """A cell in progress. `done` is None after `run` if the kernel was lost with it."""
 
     def __init__(self, request: IpythonRun) -> None:
         self.done: CellDone | None = None
@@ -192,7 +195,7 @@ class _Cell:
         self.stderr = CellOutput("stderr", request.max_output_bytes)
 
     async def run(self, kernel: CellKernel) -> None:
-        """Run it; on time-out and on cancellation it is stopped before this returns."""
+        """Run it; on a timeout and on cancellation it is stopped before this returns."""
         ended = False
         try:
             with trio.move_on_after(self._request.timeout_s):
@@ -211,7 +214,7 @@ class _Cell:
                     await self._stop(kernel)
 
     async def run_streamed(self, kernel: CellKernel, send_output: Callable[[str, bytes], Awaitable[None]]) -> None:
-        """Run the cell as `run` does, handing output on while it comes, all of it before this returns."""
+        """Run the cell as `run` does, and send its output as it arrives, completely before this returns."""
         send_chunk, receive_chunk = trio.open_memory_channel[tuple[str, bytes]](STREAM_BUFFER_CHUNKS)
         self.stdout.chunks = self.stderr.chunks = send_chunk
 
@@ -237,9 +240,9 @@ class _Cell:
 
 
 async def _interrupt_again(kernel: CellKernel) -> None:
-    """Send a second interrupt when half of the time is over.
+    """Send a second interrupt after half of the time.
 
-    Python raises one in whatever it runs just then, and what is raised in a callback of its own is told to nobody.
+    Python raises an interrupt in whatever code runs just then, and an exception in one of its own callbacks is lost.
     """
     await trio.sleep(INTERRUPT_GRACE_S / 2)
     await kernel.interrupt()
@@ -274,7 +277,7 @@ def _describe(exit_code: int | None) -> str:
 
 
 class Kernel:
-    """A running IPython child. One cell at a time; its caller sees to that."""
+    """A running IPython child. One cell at a time, which its caller ensures. A `CellKernel`."""
 
     def __init__(self, child: Child, control: Channel, stdout: OutputPipe, stderr: OutputPipe, begun_fd: int) -> None:
         self.child = child
@@ -289,11 +292,9 @@ class Kernel:
         return f"<Kernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
 
     async def wait_gone(self) -> None:
-        """Wait until the child has ended, by whatever cause, and its last output has been taken."""
         await self._gone.wait()
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
-        """Send a cell. If the child is gone or goes, `wait_done` says so."""
         if self._gone.is_set():
             return
         with suppress(BlockingIOError):
@@ -304,9 +305,8 @@ class Kernel:
         await self._send(RunCell(number=self._cell_number, code=code, max_text_bytes=max_text_bytes))
 
     async def wait_done(self) -> CellDone | None:
-        """Wait for the cell's end, with all its output; return it, None if the child ended. May be called again."""
         done = await self._receive()
-        while isinstance(done, CellDone) and done.number != self._cell_number:  # of no cell that anybody waits for
+        while isinstance(done, CellDone) and done.number != self._cell_number:  # of an earlier cell
             done = await self._receive()
         if isinstance(done, CellDone):
             await self._stdout.finish()
@@ -317,9 +317,9 @@ class Kernel:
         return None
 
     async def interrupt(self) -> None:
-        """Send SIGINT to the child and what it runs in its own process group.
+        """Send SIGINT to the child and the processes in its own process group.
 
-        Waits for the child to have begun with the cell, so that the signal does not come before it.
+        Waits until the child has begun the cell, so that the signal is not too early.
         """
         if not self._gone.is_set():
             with suppress(trio.ClosedResourceError), trio.move_on_after(BEGIN_GRACE_S):
@@ -327,7 +327,6 @@ class Kernel:
         self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """Kill (SIGKILL) the child if it runs, with everything in its session or below it; return when all ended."""
         if self.child.exit_code is not None:
             return
         session = self.child.pid
@@ -339,16 +338,16 @@ class Kernel:
         await kill_until_gone(members)
 
     async def start(self, *, env: dict[str, str], cwd: str) -> bool:
-        """Hand over the environment and wait until the first cell can run; False if the child ended instead."""
+        """Send the environment and wait until the first cell can run; return False if the child ended."""
         await self._send(StartChild(env=env, cwd=cwd))
         return isinstance(await self._receive(), ChildReady)
 
     def recent_errors(self) -> str:
-        """Return what the child last said on standard error outside of cells."""
+        """Return the child's last output on standard error outside of cells."""
         return self._stderr.recent_text()
 
     async def serve(self) -> None:
-        """Take the child's output until it ends, then close everything of it. On cancellation it is killed."""
+        """Read the child's output until it ends, then close all its resources. On cancellation it is killed."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._serve_output)
@@ -370,7 +369,7 @@ class Kernel:
             nursery.start_soon(self._stderr.serve)
 
     async def _send(self, message: StartChild | RunCell) -> None:
-        with suppress(ChannelBroken):  # the child is gone; whoever waits for its answer learns it
+        with suppress(ChannelBroken):  # the child is gone, which the waiting call will notice
             self._control.send_nowait(_encode(message))
             if self._control.unsent_bytes:
                 await self._control.flush()
@@ -378,7 +377,7 @@ class Kernel:
     async def _receive(self) -> ChildReady | CellDone | None:
         try:
             return _decoder.decode(await self._control.receive())
-        except (IpcError, *UNDECODABLE):  # gone, or the cell wrote to a socket that is not its own
+        except (IpcError, *UNDECODABLE):  # gone, or the cell wrote to a foreign socket
             return None
 
 
@@ -392,17 +391,17 @@ async def open_kernel(
     limiter: trio.CapacityLimiter,
     prestarted: list[tuple[Child, KernelEnds]] | None = None,
 ) -> AsyncIterator[Kernel]:
-    """Start an IPython child and yield it ready for its first cell; on leaving it is killed with its session.
+    """Start an IPython child and yield it ready for its first cell; on exit it is killed with its session.
 
-    A child that ended by itself has no such end made: what it left in the background lives on.
+    If a child ends by itself, its session is not killed: its background processes live on.
 
     Args:
-        reaper: starts it, and hears of its end.
+        reaper: starts it, and is notified of its end.
         cwd: the folder that its cells begin in.
-        limiter: of the threads in which blocking work is done.
-        env: what the cells and what they start see.
-        runtime_env: what this daemon's Python needs to start; nothing the cells start sees it.
-        prestarted: children that were started already; one that lives is taken, and no other started.
+        limiter: limiter of the threads for blocking work.
+        env: the environment of cells and their children.
+        runtime_env: the environment that this daemon's Python needs to start; cells and their children do not see it.
+        prestarted: children that were already started; a live one is used instead of starting another.
 
     Raises:
         StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
@@ -421,7 +420,7 @@ async def open_kernel(
 
 
 def _take(prestarted: list[tuple[Child, KernelEnds]]) -> Kernel | None:
-    """Return one of those that live, with what is its own; None if there is none."""
+    """Return a live prestarted child as a kernel, or None."""
     while prestarted:
         child, ends = prestarted.pop()
         if child.exit_code is None:
@@ -453,13 +452,13 @@ def _kernel(child: Child, ends: KernelEnds) -> Kernel:
 class KernelSessions:
     """The sessions of cells by the name of their kernel; the empty name is our own IPython child.
 
-    Each is independent of the others: its cells wait for each other only. All live in `serve`.
+    The sessions are independent of one another. All live in `serve`.
 
     Args:
-        env: what the cells and what they start see.
+        env: the environment of cells and their children.
         cwd: where each new kernel starts.
-        runtime_env: what this daemon's Python needs to start.
-        prestarted: the first of our own IPython children, if it was started already.
+        runtime_env: the environment that this daemon's Python needs to start.
+        prestarted: the first of our own IPython children, if it was already started.
     """
 
     def __init__(
@@ -481,18 +480,18 @@ class KernelSessions:
         self._nursery: trio.Nursery | None = None
 
     async def serve(self, *, prestart: bool, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Start kernels when they are first asked for (our own at once if `prestart`), until cancelled."""
+        """Start kernels when they are first requested (our own at once if `prestart`), until cancelled."""
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             await self._own.serve(prestart=prestart)
 
     async def run(self, request: IpythonRun, send_output: Callable[[str, bytes], Awaitable[None]]) -> CellResult:
-        """Run one cell, as `IpythonSession.run`. Raises besides: CallError `no_kernel`, there is none of that name."""
+        """Run one cell, as `IpythonSession.run`. Also raises CallError `no_kernel` if the name is unknown."""
         session = self._own if not request.kernel else await self._session(request.kernel)
         return await session.run(request, send_output)
 
     async def restart(self, request: IpythonRestart) -> int:
-        """Start a kernel anew, as `IpythonSession.restart`. Errors as `run`."""
+        """Restart a kernel, as `IpythonSession.restart`. Errors as `run`."""
         session = self._own if not request.kernel else await self._session(request.kernel)
         return await session.restart()
 
@@ -500,13 +499,13 @@ class KernelSessions:
         if name not in self._jupyter:
             try:
                 spec = await run_blocking(partial(find_kernelspec, name), limiter=self._limiter)
-            except OSError as exc:  # no thread, or no disk that its files can be read from
+            except OSError as exc:  # no thread, or its files cannot be read from the disk
                 raise CallError("no_ipython", f"{name}: {exc.strerror or exc}") from exc
             await self._open_session(name, spec)
         return self._jupyter[name]
 
     async def _open_session(self, name: str, spec: Any) -> None:
-        if name in self._jupyter:  # another call was faster
+        if name in self._jupyter:  # another call created it first
             return
         if len(self._jupyter) == MAX_JUPYTER_KERNELS:
             running = ", ".join(sorted(self._jupyter))

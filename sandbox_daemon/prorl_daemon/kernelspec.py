@@ -1,6 +1,6 @@
-"""Jupyter's installed kernels, and what starts one. Imports jupyter_client, an optional dependency, when it is needed.
+"""Jupyter's installed kernels, and their start. Imports jupyter_client, an optional dependency, when it is needed.
 
-Everything here blocks: for a thread.
+Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MAX_LISTED_KERNELS = 20
 INTERPRETER_VARIABLES = ("PYTHONHOME", "LD_LIBRARY_PATH")
 """Variables of the daemon's own environment, for kernels that run in the daemon's own Python."""
 IPYKERNELS = frozenset({"ipykernel", "ipykernel_launcher"})
-"""The modules whose kernels take ipykernel's options."""
+"""The modules whose kernels accept ipykernel's options."""
 LONGEST_SOCKET_NAME = "/s-5"
-"""The longest name that follows the folder in the path of a kernel's socket."""
+"""The longest suffix of the folder in the path of a kernel's socket."""
 
 
 class KernelPlan(NamedTuple):
     """The plan of a kernel's start.
 
-    `folder` holds its connection file and its sockets, and is the caller's to remove.
+    `folder` holds its connection file and its sockets; the caller removes it.
 
-    `connection` is the content of the connection file. `interrupt_by_message`: it wants no SIGINT, but a message.
-    `opening` is code for it to run before the first cell, unseen; may be empty.
+    `connection` is the content of the connection file. `interrupt_by_message`: it expects a message instead of SIGINT.
+    `opening` is code that it runs invisibly before the first cell; may be empty.
     """
 
     argv: list[str]
@@ -45,13 +45,14 @@ class KernelPlan(NamedTuple):
 
 
 def find_kernelspec(name: str) -> Any:
-    """The installed kernelspec of this name.
+    """Return the installed kernelspec of this name.
 
     Raises:
-        CallError: `no_kernel`, there is none; the message names those there are. Or jupyter_client is not installed.
+        CallError: `no_kernel`, it does not exist (the message names the existing ones), or jupyter_client is not
+            installed.
     """
     try:
-        import jupyter_client.session  # noqa: F401  # for who uses it next, on the event loop
+        import jupyter_client.session  # noqa: F401  # imported here for its later use on the event loop
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ImportError as exc:
         message = f"the kernel {name!r} needs jupyter_client beside the daemon: install prorl-trio[jupyter] ({exc})"
@@ -66,7 +67,7 @@ def find_kernelspec(name: str) -> Any:
 
 
 def plan_kernel(spec: Any, *, env: dict[str, str], runtime_env: dict[str, str]) -> KernelPlan:
-    """Make the folder of a new kernel of this kernelspec, with its connection file: IPC transport, a key of its own.
+    """Make the folder of a new kernel of this kernelspec, with its connection file: IPC transport, its own key.
 
     Raises:
         OSError: the folder cannot be made, or its path is too long for a socket.
@@ -87,7 +88,7 @@ def plan_kernel(spec: Any, *, env: dict[str, str], runtime_env: dict[str, str]) 
     blanks = {"connection_file": file, "resource_dir": spec.resource_dir, "prefix": sys.prefix}
     argv = [re.sub(r"\{(\w+)\}", lambda blank: blanks.get(blank[1], blank[0]), part) for part in spec.argv]
     kernel_env = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", **env, **spec.env}
-    if re.fullmatch(r"python(\d(\.\d+)?)?", argv[0]):  # as Jupyter does: a kernelspec that means the Python it is in
+    if re.fullmatch(r"python(\d(\.\d+)?)?", argv[0]):  # as Jupyter does: a kernelspec that means its own Python
         argv[0] = sys.executable
     if argv[0] == sys.executable:
         kernel_env = {name: runtime_env[name] for name in INTERPRETER_VARIABLES if name in runtime_env} | kernel_env

@@ -1,4 +1,4 @@
-"""The limits that the kernel keeps for each process of a tool."""
+"""The limits that the kernel enforces for each process of a tool."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ PR_SET_DUMPABLE = 4
 RLIMIT_SIGPENDING = 11
 RLIMIT_MSGQUEUE = 12
 MAX_PENDING_SIGNALS = 4096
-"""Queued signals, and timers, of all processes of the sandbox's user. The kernel has a number for a user as well."""
+"""Limit of queued signals and timers of all processes of the sandbox's user. The kernel also has one for each user."""
 MAX_QUEUE_BYTES = 200_000
-"""POSIX message queues of all processes of the sandbox's user: two of the usual size. The kernel's default is 819,200
-for a user, in all sandboxes together."""
+"""Limit of POSIX message queues of all processes of the sandbox's user: two of the usual size. The kernel's default is
+819,200 for a user, in all sandboxes together."""
 NO_CORE_BYTES = 1
-"""No core file is as short. Where the machine hands cores to a program of its own (`kernel.core_pattern` with a pipe),
-the kernel runs that, as root and outside of the sandbox, unless this limit is 1 (the kernel's fs/coredump.c)."""
+"""A limit below the size of any core file. If the machine pipes cores to a program (`kernel.core_pattern` with a pipe),
+the kernel runs it as root outside of the sandbox, unless this limit is 1 (the kernel's fs/coredump.c)."""
 BACKSTOP_FACTOR = 2
-"""The kernel refuses a fork at this many times `max_processes`: the watchdog acts, and reports, before that."""
+"""The kernel refuses a fork at this many times `max_processes`; the watchdog acts, and reports, earlier."""
 BACKSTOP_CPU_S = 10
-"""The kernel kills a process so long after the watchdog should have."""
+"""The kernel kills a process this many seconds after the watchdog should have."""
 OOM_SCORE_ADJUSTMENT = 500
-"""An adjustment by which tools go first when the machine itself runs out of memory: 0 is usual, 1000 the most."""
+"""An adjustment that makes the kernel kill tools first when the machine runs out of memory: usual is 0, the maximum
+1000."""
 
 
-# The powers of a sandbox's first process: one that guards it, and those to install packages as root (`fakeroot`).
+# Capabilities of a sandbox's first process: one that guards it, and those needed to install packages (`fakeroot`).
 #
-# Its launcher leaves all of a user namespace's capabilities to what it starts, with which one can mount: a disk
-# without a size, or the kernel's settings for writing, which user 0 of the machine may then change if that is who the
-# node runs as.
+# Its launcher passes all capabilities of a user namespace to its children. With these a process can mount a disk
+# without a size, or the kernel's settings with write access, which user 0 of the machine may then change if the
+# node runs as user 0.
 
 KEPT = (0, 1, 3, 4, 5, 6, 7)
-"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: what a sandbox's root may do. It owns every file and
-process in there, and may become, and give to, any user."""
+"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: the capabilities of a sandbox's root. It owns every file
+and process inside, and may become, and give files to, any user."""
 
 GUARD = 8
-"""SETPCAP: a capability that the daemon keeps, unused, and nothing that it starts has.
+"""SETPCAP: a capability that the daemon keeps, unused, and that its children lack.
 
-The kernel lets no process change the priority, the scheduling or the processors of another that has a capability which
-it lacks, however the other is named: by its process id, a thread's id, its group or its user (`cap_safe_nice` in the
-kernel's security/commoncap.c)."""
+A process cannot change the priority, scheduling or processors of a process with a capability that it lacks. This holds
+for addressing by process id, thread id, group or user (`cap_safe_nice` in the kernel's security/commoncap.c).
+"""
 
 PR_CAPBSET_READ = 23
 PR_CAPBSET_DROP = 24
@@ -63,15 +64,15 @@ CAPABILITY_VERSION_3 = 0x20080522
 
 
 def drop_privileges(*, kept: Collection[int], guarded: bool = True) -> bool:
-    """Give up all capabilities but those `kept`, in this process and for ever in all that it starts.
+    """Drop all capabilities except `kept`, permanently, in this process and its later children.
 
-    `guarded`: keep `GUARD` in this process, if it has it; return whether it has. A copy of this process has it as well,
+    `guarded`: keep `GUARD` in this process, if it has it; return whether it has. A copy of this process also has it
     until it executes a program or calls this with False.
 
     Raises:
-        OSError: it did not work; nothing may be started then.
+        OSError: it failed; no process may be started then.
     """
-    import ctypes  # here, because the daemons of tests do without
+    import ctypes  # here, because the daemons of tests never need it
 
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -84,7 +85,7 @@ def drop_privileges(*, kept: Collection[int], guarded: bool = True) -> bool:
     found = ctypes.create_string_buffer(24)
     call(libc.capget(header, found), "capget")
     effective, permitted = struct.unpack("=6I", found.raw)[:2]
-    capability = 0 if effective else LAST_CAPABILITY + 1  # the rest was given up before, where there is nothing to use
+    capability = 0 if effective else LAST_CAPABILITY + 1  # without effective capabilities, the rest was dropped earlier
     while (is_bounding := libc.prctl(PR_CAPBSET_READ, capability, 0, 0, 0)) >= 0:
         if is_bounding and capability not in kept and permitted >> GUARD & 1:
             call(libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
@@ -99,9 +100,9 @@ def drop_privileges(*, kept: Collection[int], guarded: bool = True) -> bool:
 
 
 def limit_self(limits: SandboxLimits, *, pid: int = 0) -> None:
-    """Set the limits that the daemon keeps too, so that whatever it starts has them from its first instruction.
+    """Set the limits that also apply to the daemon, so that its children have them from their first instruction.
 
-    `pid`: of a process that it has forked before; 0: the daemon itself.
+    `pid`: a process that it has forked earlier; 0: the daemon itself.
     """
     for what, limit in (
         (resource.RLIMIT_CORE, NO_CORE_BYTES),
@@ -115,10 +116,10 @@ def limit_self(limits: SandboxLimits, *, pid: int = 0) -> None:
 
 
 def hide_self() -> None:
-    """Keep this process's memory, descriptors and environment from the tools, which run as the same user.
+    """Hide this process's memory, descriptors and environment from the tools, which run as the same user.
 
-    They can neither trace it nor open anything of it in /proc. What it starts is not hidden: a program that is executed
-    begins anew.
+    They can neither trace it nor open its files in /proc. Its children are not hidden, because executing a program
+    resets this.
     """
     import ctypes
 
@@ -131,7 +132,7 @@ def hide_self() -> None:
 def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
     """Set the limits of a process that the daemon has started and that has not begun to work, as `limit_this` does.
 
-    Nothing happens if it has ended.
+    Has no effect if it has ended.
     """
     for what, limit in _kept(limits, isolated=isolated):
         with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
@@ -140,10 +141,10 @@ def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
 
 
 def die_first(pid: int) -> None:
-    """Have the kernel end this process before others when the machine itself runs out of memory.
+    """Make the kernel end this process first when the machine runs out of memory.
 
-    So it is for what it starts from now on. Nothing happens if it has ended, or is out of reach. A copy of the daemon
-    cannot do so for itself: it is hidden, and only root may write its files in /proc.
+    Later children inherit this. Has no effect if the process has ended or is inaccessible. A copy of the daemon cannot
+    do this for itself: it is hidden, so only root may write its files in /proc.
     """
     with suppress(OSError):
         fd = os.open(f"{pid}/oom_score_adj", os.O_WRONLY, dir_fd=hold_proc())
@@ -154,11 +155,11 @@ def die_first(pid: int) -> None:
 
 
 def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:
-    """Limit this process, which has been forked to execute a program, and all that the program will start.
+    """Limit this process, which has been forked to execute a program, and all descendants of the program.
 
-    Of memory it gets private pages only up to the limit: more is refused to it, which most programs report themselves.
-    Reserved address space is free. The number of processes is counted in the sandbox if that is `isolated`; otherwise
-    all those of the user would count, and there is no such limit. Nor is there for root, whom the kernel exempts.
+    Private memory beyond the limit is refused, which most programs report themselves; reserved address space is free.
+    The number of processes is only limited if the sandbox is `isolated`; otherwise all processes of the user would
+    count. It is not limited for root, whom the kernel exempts.
     """
     for what, limit in _kept(limits, isolated=isolated):
         hard = resource.getrlimit(what)[1]
@@ -167,10 +168,10 @@ def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:
 
 @functools.cache
 def hold_proc() -> int:
-    """Return a descriptor of /proc as it is now: where the tools are given a read-only one, this one can be written.
+    """Return a descriptor of the current /proc, which stays writable after the tools are given a read-only one.
 
-    For they own the daemon's files there if their user is root, and could have the kernel choose the daemon when memory
-    is short. They cannot reach this descriptor: see `hide_self`.
+    If the tools' user is root, they own the daemon's files there, and could make the kernel kill the daemon when memory
+    is short. They cannot access this descriptor: see `hide_self`.
     """
     return os.open("/proc", os.O_PATH | os.O_DIRECTORY)
 
@@ -179,7 +180,7 @@ def _kept(limits: SandboxLimits, *, isolated: bool) -> list[tuple[int, int]]:
     kept = [(resource.RLIMIT_CPU, limits.cpu_s + BACKSTOP_CPU_S)]
     if isolated:
         kept.append((resource.RLIMIT_NPROC, BACKSTOP_FACTOR * limits.max_processes))
-    # The last: a copy of the daemon may have more, and gets no memory from then on.
+    # Last: a copy of the daemon may exceed it, and gets no memory from then on.
     return [*kept, (resource.RLIMIT_DATA, limits.memory_bytes)]
 
 

@@ -1,7 +1,7 @@
-"""Unnamed files in memory, which nobody else in a sandbox may make: what holds no process is hard to count.
+"""Unnamed files in memory, which only the daemon may make in a sandbox: memory held by no process is hard to count.
 
-The filter of system calls refuses them to whatever has it on. It is a thread's, and what that starts: so a thread that
-was there before makes them for the daemon. It starts nothing.
+The system call filter refuses them to the threads that have it, and their children. Therefore a thread that was started
+before the filter makes them for the daemon. It starts no processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _turn = threading.Lock()
 
 
 def start_maker() -> None:
-    """Start a thread that makes the memory files of this process: call it before the seccomp filter is put on."""
+    """Start a thread that makes the memory files of this process: call it before setting the seccomp filter."""
     global _maker
     _maker = threading.Thread(target=_serve, name="memory files", daemon=True)
     _maker.start()
@@ -37,10 +37,10 @@ def _serve() -> None:
 
 
 def make_memory_file(name: str) -> int:
-    """Make a memory file and return its descriptor, not inherited. Blocks, for some 50 microseconds.
+    """Make a memory file and return its descriptor, not inherited. Blocks for some 50 microseconds.
 
     Raises:
-        OSError: there are too many open files, or there is no memory.
+        OSError: there are too many open files, or not enough memory.
     """
     if _maker is None:
         return os.memfd_create(name)
@@ -53,12 +53,12 @@ def make_memory_file(name: str) -> int:
 
 
 def memory_file_bytes() -> int:
-    """Return the bytes of those that this process has open. Tools that have them too can write to them."""
+    """Return the bytes of this process's open memory files. Tools that have them too can write to them."""
     return sum(os.fstat(fd).st_blocks * BLOCK_BYTES for fd in _open_files())
 
 
 def empty_memory_files() -> None:
-    """Give back what they take. A command that lies ready in one is lost; nothing else ever is in them."""
+    """Free their memory. A prepared command in one is lost; they never contain anything else."""
     for fd in _open_files():
         os.ftruncate(fd, 0)
 
@@ -66,7 +66,7 @@ def empty_memory_files() -> None:
 def _open_files() -> list[int]:
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing's own
+        with suppress(OSError):  # the descriptor of the listing itself
             if os.readlink(f"/proc/self/fd/{name}").startswith(LINK_PREFIX):
                 found.append(int(name))
     return found

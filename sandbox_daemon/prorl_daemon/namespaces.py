@@ -1,6 +1,6 @@
-"""A fork into new namespaces, and what makes a sandbox of it: by system calls, without another program.
+"""A fork into new namespaces, and their setup as a sandbox: by system calls, without another program.
 
-The caller is in the root that the sandbox is to see, read-only, with the machine's own /proc; see `fork_server`.
+The caller is in the future root of the sandbox, read-only, with the machine's own /proc; see `fork_server`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prorl_ipc.limits import NamespaceLimits
 
 CLONE3 = 435
-"""The system call's number, on every architecture. With it a fork may choose its namespaces, and whose child it is."""
+"""The system call's number, on every architecture. It lets a fork choose its namespaces and its parent."""
 CLONE_PARENT = 0x8000
 CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x200000, 0x1000000
 NEW_NAMESPACES = sum(
@@ -48,7 +48,7 @@ SIOCSIFFLAGS = 0x8914
 IFF_UP, IFF_RUNNING = 0x1, 0x40
 
 _libc: Any = ctypes.PyDLL(None, use_errno=True)
-"""Called with the interpreter's lock held: no other thread may run between a fork and what Python does after it."""
+"""Called with the interpreter's lock held: no other thread may run between a fork and Python's handling after it."""
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -62,16 +62,16 @@ class _CloneArguments(ctypes.Structure):
 
 
 def fork_apart(*, sibling: bool) -> int:
-    """Fork this process, which has one thread, into new namespaces of every kind; return 0 in the new process.
+    """Fork this single-threaded process into new namespaces of every kind; return 0 in the new process.
 
-    Its user namespace has no users yet, and its other namespaces are as the kernel makes them: see `settle`. It has all
-    capabilities in there, and none outside. With `sibling` it is a child of this process's parent.
+    Its user namespace lacks users, and its other namespaces are in their initial state: see `settle`. It has all
+    capabilities inside, and none outside. With `sibling` it is a child of this process's parent.
 
     Raises:
         OSError: the kernel does not allow it.
     """
     thread_id = ctypes.c_void_p()
-    # Where the C library keeps this thread's id: its own `fork` has the kernel write the new one there.
+    # Where the C library stores this thread's id: its own `fork` has the kernel write the new one there.
     known = _libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(thread_id), 0, 0, 0) == 0
     flags = NEW_NAMESPACES | (CLONE_PARENT if sibling else 0)
     flags |= CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID if known else 0
@@ -91,17 +91,17 @@ def fork_apart(*, sibling: bool) -> int:
 
 
 def settle(*, uid: int, gid: int, home: str, disk_bytes: int, limits: NamespaceLimits) -> None:
-    """Make a sandbox of the new namespaces that this process is in, and give up all capabilities for ever.
+    """Set up a sandbox in the new namespaces of this process, and drop all capabilities permanently.
 
     Args:
-        uid: of the process that has forked this one; the only user in here.
-        gid: of that process; the only group.
+        uid: user of the process that forked this one; the only user inside.
+        gid: group of that process; the only group.
         home: the home directory, a mount point of the root.
-        disk_bytes: of each file system in memory.
-        limits: set before anybody inside could object.
+        disk_bytes: size of each file system in memory.
+        limits: limits to set before any process inside could interfere.
 
     Raises:
-        OSError: it did not work; nothing may be started then.
+        OSError: it failed; no process may be started then.
     """
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{uid} {uid} 1")
@@ -132,7 +132,7 @@ def settle(*, uid: int, gid: int, home: str, disk_bytes: int, limits: NamespaceL
 
 
 def _bound(limits: NamespaceLimits) -> None:
-    """Set what /proc/sys has of these namespaces; of terminals a mount has the number."""
+    """Set the limits in /proc/sys of these namespaces; terminals are limited by a mount option."""
     for name in USER_LIMITS:
         _write(f"/proc/sys/user/{name}", str(getattr(limits, name)))
     if limits.pid_max:
@@ -140,7 +140,7 @@ def _bound(limits: NamespaceLimits) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread ends that its parent had started it, or its sibling, from."""
+    """Make the kernel kill this process when the parent's thread that started it, or its sibling, ends."""
     if _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 

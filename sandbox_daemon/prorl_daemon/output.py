@@ -11,7 +11,7 @@ MAX_UTF8_CONTINUATION_BYTES = 3
 class CappedOutput(msgspec.Struct, frozen=True):
     """The part of an output that was kept.
 
-    `dropped_bytes` were left out in the middle, where a line of `data` says so.
+    `dropped_bytes` were removed in the middle, and replaced by a line in `data`.
     """
 
     data: bytes
@@ -19,15 +19,14 @@ class CappedOutput(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Return the data as UTF-8; what is not becomes U+FFFD."""
+        """Return the data as UTF-8; invalid bytes become U+FFFD."""
         return self.data.decode(errors="replace")
 
 
 class OutputBuffer:
-    """Keeps at most `max_bytes` of what is appended: the first half, and the last half.
+    """Keeps at most `max_bytes` of the appended data: the first half, and the last half.
 
-    Holds no more than `max_bytes` plus the slack of one trim (another half), whatever flows through it; appending is
-    linear in what is appended.
+    It holds no more than `max_bytes` plus the slack of one trim (another half). Appending takes linear time.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -44,7 +43,6 @@ class OutputBuffer:
         return f"<OutputBuffer: {self.total_bytes} bytes seen, at most {self.max_bytes} kept>"
 
     def append(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of the stream."""
         self.total_bytes += len(data)
         room_bytes = self._head_limit_bytes - len(self._head)
         if room_bytes > 0:
@@ -60,7 +58,7 @@ class OutputBuffer:
             del self._tail[: len(self._tail) - self._tail_limit_bytes]
 
     def capped(self) -> CappedOutput:
-        """Return what was kept. The cut falls between UTF-8 characters, at the cost of a few bytes."""
+        """Return the kept data. The cut falls between UTF-8 characters, at the cost of a few bytes."""
         if self.total_bytes <= self.max_bytes:
             return CappedOutput(bytes(self._head + self._tail), 0)
         head = _without_cut_character(bytes(self._head))
@@ -71,17 +69,17 @@ class OutputBuffer:
 
 
 def cap_text(text: str, max_bytes: int) -> CappedOutput:
-    """`text` cut in the middle to `max_bytes` of its UTF-8, as output is. Lone surrogates are escaped."""
+    """Return `text` cut in the middle to `max_bytes` of its UTF-8, like output. Lone surrogates are escaped."""
     buffer = OutputBuffer(max_bytes)
     buffer.append(text.encode(errors="backslashreplace"))
     return buffer.capped()
 
 
 class BarrierSplitter:
-    """Finds one byte string in a stream that arrives in pieces, and never lets a part of it through.
+    """Finds one byte string in a stream that arrives in pieces, and never passes on a part.
 
-    Only bytes that may be the beginning of the barrier are held back, so a stream can be passed on as it arrives.
-    The barrier's first byte must not occur in it again.
+    Only bytes that may begin the barrier are held back, so a stream can be passed on as it arrives. The barrier's first
+    byte must not occur in it again.
     """
 
     def __init__(self, barrier: bytes) -> None:
@@ -91,10 +89,9 @@ class BarrierSplitter:
         self._held = b""
 
     def feed(self, data: bytes) -> tuple[bytes, bytes | None]:
-        """Take the next bytes; returns what lies before the barrier and, once it was found, what follows it.
+        """Process the next bytes; return the bytes before the barrier and, once it was found, the bytes after it.
 
-        The second part is None while the barrier has not been seen. After it was found, the search starts again
-        with the next call.
+        The second part is None until the barrier was found. Then the search restarts with the next call.
         """
         data = self._held + data
         before, found, after = data.partition(self._barrier)
@@ -122,7 +119,6 @@ def _leading_continuation_bytes(data: bytes) -> int:
 
 
 def _without_cut_character(data: bytes) -> bytes:
-    """`data` without a character at its end of which bytes are missing."""
     for back in range(1, min(len(data), MAX_UTF8_CONTINUATION_BYTES) + 1):
         byte = data[-back]
         if byte & 0xC0 == 0x80:

@@ -1,8 +1,8 @@
-"""Files and folders that the tools have a say in, opened by the daemon with no more rights than a tool has.
+"""Opens files and folders that tools control, with no more rights than a tool has.
 
-The daemon may open what its tools may not: its own files in /proc, and by its descriptors (`/proc/self/fd`) the places
-that these lead to, such as the writable /proc (`limits.hold_proc`). A tool that names such a path in a call, or puts a
-link in its place, must not get there.
+The daemon may open files that its tools may not: its own files in /proc, and, through its descriptors
+(`/proc/self/fd`), their targets, such as the writable /proc (`limits.hold_proc`). A tool that names such a path in a
+call, or replaces a file by a link to it, must not gain access.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ AT_FDCWD = -100
 def open_path(path: str, flags: int, mode: int = 0) -> int:
     """Open `path` and return its descriptor, which programs do not inherit. Blocks.
 
-    Links are followed, except for those in /proc that lead to what a process has open, or is in. A terminal does not
-    become the daemon's own. `mode` is for a new file, and 0 without `O_CREAT`.
+    Links are followed, except links in /proc to a process's open files or folders. A terminal does not become the
+    daemon's controlling terminal. `mode` is for a new file, and 0 without `O_CREAT`.
 
     Raises:
         OSError: as `os.open`; `ELOOP` for such a link, and `EACCES` for a file of the daemon's own in /proc.
@@ -52,7 +52,7 @@ def _openat2(path: str, flags: int, mode: int) -> int:
 
 @functools.cache
 def _has_openat2() -> bool:
-    """Return whether the kernel has the call, and a container's filter around the node allows it."""
+    """Return whether the kernel supports the call, and a container's filter around the node allows it."""
     try:
         os.close(_openat2("/", os.O_PATH | os.O_CLOEXEC, 0))
     except OSError:

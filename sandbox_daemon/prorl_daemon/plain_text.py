@@ -1,4 +1,7 @@
-"""A program's output as a terminal would show it, as plain text. Pure, streaming; property-tested."""
+"""Conversion of a program's terminal output to the plain text that a terminal would show.
+
+Pure, streaming; property-tested.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from typing import Final
 from prorl_daemon.output import CappedOutput, OutputBuffer
 
 MAX_LINE_CHARS: Final = 4096
-"""Characters of an unfinished line that can still be overwritten; what is before them is passed on."""
+"""Characters of an unfinished line that can still be overwritten; earlier ones are passed on."""
 MAX_SEQUENCE_CHARS: Final = 4096
-"""Characters of an escape sequence that does not end; what follows is text again."""
+"""Length after which an unterminated escape sequence counts as text again."""
 
 _RUN: Final = re.compile(r"(?:[^\x00-\x08\x0d-\x1f\x7f]++|\r(?=\n)|\x1b\[[0-9;]{0,64}m)++")
-"""Text, the ends of its lines and its colours, as far as they are whole: all that most output consists of."""
+"""Text, complete line ends and complete colours, which make up most output."""
 _IN_RUN: Final = re.compile(r"\r|\x1b\[[0-9;]*m")
 _CSI: Final = re.compile(r"\x1b\[([0-?]{0,64})[ -/]{0,8}")
 _STRING: Final = re.compile(rf"\x1b[\]PX^_][^\x07\x18\x1a\x1b\n]{{0,{MAX_SEQUENCE_CHARS}}}")
@@ -22,16 +25,16 @@ _SHORT: Final = re.compile(r"\x1b[ -/]{0,8}")
 _ESCAPE: Final = "\x1b"
 _STRING_TERMINATOR: Final = "\x1b\\"
 _NEW_ROW: Final = frozenset("EHfd")
-"""Final characters of sequences that put the cursor into another row."""
+"""Final characters of sequences that move the cursor to another row."""
 
 
 class PlainText:
-    """Resolves what a stream of terminal output does to the line it is in; the rest passes unchanged.
+    """Applies a stream of terminal output to its current line; the rest passes unchanged.
 
-    `\\r`, `\\b` and the sequences that move within a line or erase it take effect, so of a progress bar its last state
-    remains. Sequences that move to another row begin a new line. All other escape sequences and control characters,
-    but tab, vertical tab and form feed, vanish. A character counts as one column. How the stream is cut into pieces
-    makes no difference. Holds at most one line of `MAX_LINE_CHARS` and one sequence of `MAX_SEQUENCE_CHARS`.
+    `\r`, `\b` and the sequences that move within a line or erase it take effect, so that a progress bar leaves its last
+    state. Sequences that move to another row begin a new line. All other escape sequences and control characters,
+    except tab, vertical tab and form feed, are dropped. A character counts as one column. The division of the stream
+    into pieces does not matter. Holds at most one line of `MAX_LINE_CHARS` and one sequence of `MAX_SEQUENCE_CHARS`.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ class PlainText:
         self._passed: list[str] = []
 
     def feed(self, text: str) -> str:
-        """Take the next text; returns what is settled by it."""
+        """Process the next text; return the text that can no longer change."""
         text = self._sequence + text
         self._sequence = ""
         position = 0
@@ -56,7 +59,7 @@ class PlainText:
         return self._settled()
 
     def flush(self) -> tuple[str, str]:
-        """The line as it is now, which nothing overwrites any more, and an unfinished sequence to be fed again."""
+        """Return the current line, which is now final, and an unfinished sequence to be fed again."""
         self._pass_line()
         sequence, self._sequence = self._sequence, ""
         return self._settled(), sequence
@@ -98,7 +101,7 @@ class PlainText:
         self._passed.append("\n")
 
     def _control(self, text: str, at: int) -> int:
-        """Obey the control character or sequence at `at`; returns where the text goes on."""
+        """Apply the control character or sequence at `at`; return the position after it."""
         match text[at]:
             case "\r":
                 self._column = 0
@@ -168,18 +171,17 @@ class CommandOutput:
         self._buffer = OutputBuffer(max_bytes)
 
     def append(self, data: bytes) -> None:
-        """Take the next bytes of the stream."""
         self._keep(self._decoder.decode(data))
 
     def end(self) -> CappedOutput:
-        """Return all the output that is kept, at the stream's end. Call it once, last."""
+        """Return all the kept output at the stream's end. Call it once, last."""
         self._keep(self._decoder.decode(b"", final=True))
         if self._plain is not None:
             self._buffer.append(self._plain.flush()[0].encode())
         return self._buffer.capped()
 
     def leave(self) -> tuple[CappedOutput, bytes]:
-        """Return what there is so far, and the bytes whose meaning depends on what follows: the next call's first.
+        """Return the output so far, and the bytes whose meaning depends on the next ones, for the next call.
 
         Call it once, last.
         """

@@ -1,4 +1,4 @@
-"""An IPython child by fork, before the daemon knows anything that a tool must not: see `fork_server`."""
+"""An IPython child by fork, before the daemon knows any secret: see `fork_server`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 FAILED = 2
 
 ARG_START, ARG_END = 45, 46
-"""In /proc/PID/stat, counted from the state on: where a process has its arguments in memory."""
+"""Fields of /proc/PID/stat, counted from the state on: where the process's arguments are in memory."""
 
 
 def close_all_but(kept: set[int]) -> None:
-    """Close every descriptor of this process but `kept`, which are not empty. Those that are not open do not matter."""
+    """Close every descriptor of this process except `kept`, which must not be empty. Missing ones do not matter."""
     bounds = [-1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for before, after in pairwise(bounds):
         if before + 1 < after:  # `closerange(0, 0)` closes all
@@ -33,7 +33,7 @@ def close_all_but(kept: set[int]) -> None:
 
 
 def place(fds: list[int], numbers: list[int]) -> None:
-    """Give `fds` these `numbers`, in their order, and close all others of this process."""
+    """Renumber `fds` to `numbers`, in order, and close all other descriptors of this process."""
     above = max((*fds, *numbers)) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
     for fd, number in zip(moved, numbers, strict=True):
@@ -42,7 +42,7 @@ def place(fds: list[int], numbers: list[int]) -> None:
 
 
 def show_command_line(*arguments: str) -> None:
-    """Show this interpreter with these `arguments` to whoever looks; what there is no room for is left out."""
+    """Show this interpreter with these `arguments` as the command line; arguments without room are omitted."""
     sys.orig_argv[1:] = arguments
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -52,7 +52,7 @@ def show_command_line(*arguments: str) -> None:
 
 
 class Prestarted(NamedTuple):
-    """An IPython child that was forked, and waits to be told its environment."""
+    """A forked IPython child that waits for its environment."""
 
     pid: int
     ends: KernelEnds
@@ -61,7 +61,7 @@ class Prestarted(NamedTuple):
 def fork_kernel() -> Prestarted:
     """Fork this process, the first of its sandbox, into an IPython child; return in this one.
 
-    The child is under the filter of system calls. Its limits are still to be set.
+    The child has the system call filter. Its limits are still to be set.
     """
     with open_kernel_ends() as (ours, theirs):
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""The processes below the daemon, read from /proc, and their end. Chosen by kinship, never by name."""
+"""The processes below the daemon, read from /proc, and their end. Selected by ancestry, never by name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 MAX_KILLED_AT_ONCE = 256
-"""Processes killed and waited for together: each holds one file descriptor meanwhile."""
+"""Processes killed and awaited together: each holds one file descriptor until it has ended."""
 
 
 class ProcessEntry(msgspec.Struct, frozen=True):
-    """A process. `start_ticks` tells it from a later one with its pid; a zombie is not `alive`.
+    """A process. `start_ticks` distinguishes it from a later one with its pid; a zombie is not `alive`.
 
-    A process whose first thread has ended while others run, which the kernel calls a zombie as well, is alive.
+    A process whose first thread has ended while others run, which the kernel also calls a zombie, is alive.
     """
 
     pid: int
@@ -32,7 +32,7 @@ class ProcessEntry(msgspec.Struct, frozen=True):
 
 
 class ProcessTable:
-    """A snapshot of processes, made from their entries, with lookups by parent. It does not change afterwards."""
+    """An immutable snapshot of processes, with lookups by parent."""
 
     def __init__(self, entries: Iterable[ProcessEntry]) -> None:
         self._entries = {entry.pid: entry for entry in entries}
@@ -44,7 +44,7 @@ class ProcessTable:
         return len(self._entries)
 
     def children(self, pid: int) -> set[ProcessEntry]:
-        """Return the processes whose parent is `pid` now, orphans that it adopted among them."""
+        """Return the processes whose parent is `pid` now, including adopted orphans."""
         return set(self._children.get(pid, ()))
 
     def descendants(self, pid: int) -> set[ProcessEntry]:
@@ -59,13 +59,13 @@ class ProcessTable:
         return set(found.values())
 
     def with_descendants(self, chosen: Callable[[ProcessEntry], bool]) -> set[ProcessEntry]:
-        """Return the processes for which `chosen` is true, and everything below them."""
+        """Return the processes for which `chosen` is true, and all their descendants."""
         roots = {entry for entry in self._entries.values() if chosen(entry)}
         return roots.union(*(self.descendants(entry.pid) for entry in roots))
 
 
 def read_process_table() -> ProcessTable:
-    """Read /proc. Empty where it is not mounted. A few microseconds a process."""
+    """Read /proc. Empty if it is not mounted. A few microseconds per process."""
     try:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -74,13 +74,13 @@ def read_process_table() -> ProcessTable:
 
 
 async def kill_until_gone(choose: Callable[[ProcessTable], set[ProcessEntry]]) -> set[ProcessEntry]:
-    """SIGKILL what `choose` picks from a fresh table, wait for it, and again, until it picks nothing that is alive.
+    """Kill the processes selected by `choose` with SIGKILL and wait, and repeat until none is alive.
 
-    Repeating catches what was forked meanwhile. Never kills a process that took the pid of a chosen one, nor the
-    caller. Waits for ever on a process that does not die: call it under a deadline.
+    The repetition catches processes forked in between. Never kills a process that reused the pid of a chosen one, nor
+    the caller. Waits without limit for a process that does not die: call it under a deadline.
 
     Returns:
-        The processes this process may not signal; empty unless something changed its user.
+        The processes that this process may not signal; empty unless their user was changed.
     """
     forbidden: set[ProcessEntry] = set()
     while True:
@@ -94,7 +94,7 @@ async def kill_until_gone(choose: Callable[[ProcessTable], set[ProcessEntry]]) -
 
 
 async def wait_until_gone(entries: Iterable[ProcessEntry]) -> None:
-    """Return when all of them have ended. Waits for ever on one that does not: call it under a deadline."""
+    """Return when all have ended. Waits without limit for a process that does not: call it under a deadline."""
     for entry in entries:
         try:
             pidfd = os.pidfd_open(entry.pid)
@@ -135,7 +135,7 @@ def _read_entry(pid: int) -> ProcessEntry | None:
             stat = file.read()
     except OSError:
         return None
-    # The second field is the name in brackets, and may itself hold brackets and spaces.
+    # The second field is the name in brackets, and may itself contain brackets and spaces.
     state, *numbers = stat[stat.rindex(b")") + 2 :].split()
     parent, group, session = (int(number) for number in numbers[:3])
     alive = state not in (b"Z", b"X") or int(numbers[16]) > 1

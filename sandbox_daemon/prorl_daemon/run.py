@@ -1,4 +1,4 @@
-"""A daemon from its start line to its end, in a process that was executed for it or forked."""
+"""The run of a daemon from its start line to its end, in a process that was executed for it or forked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ACCEPT_TIMEOUT_S = 30.0
 USAGE_ERROR = 2
 TICK_S = 2.0
-"""Longest sleep of the loop, which is that of an idle watchdog. While an action runs, a watchdog wakes more often."""
+"""Longest sleep of the loop, equal to an idle watchdog's. During an action, the watchdog wakes more often."""
 
 
 def run_daemon(
@@ -37,13 +37,13 @@ def run_daemon(
 ) -> int:
     """Read the start line from standard input and serve; return the exit code.
 
-    That is 0 at the end, 2 if it was wrongly started, and `OWN_ERROR_EXIT` after an error of its own.
+    The code is 0 at the end, 2 if it was wrongly started, and `OWN_ERROR_EXIT` after an error of its own.
 
     Args:
         socket_path: where to listen; without it the start line names an inherited socket.
-        accept_timeout_s: the daemon ends if nobody connects for so long.
-        prestart_ipython: do not wait for the first cell; the start line may say so, too.
-        kernel: an IPython child that was forked before.
+        accept_timeout_s: the daemon ends if no client connects within this time.
+        prestart_ipython: start IPython before the first cell; the start line may also request it.
+        kernel: an IPython child that was already forked.
     """
     try:
         start = read_start_line(0, timeout_s=accept_timeout_s)
@@ -65,7 +65,7 @@ def run_daemon(
             limit_self(start.limits, pid=kernel.pid)
             limit_process(kernel.pid, start.limits, isolated=start.isolated)
         hide_self()
-        gc.freeze()  # what the daemon itself is made of need not be looked through again and again
+        gc.freeze()  # the daemon's own objects need not be searched repeatedly
         trio.run(
             partial(
                 serve_daemon,
@@ -82,13 +82,13 @@ def run_daemon(
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"prorl_daemon: {exc}\n")
         return USAGE_ERROR
-    except Exception:  # what the tools do cannot bring this about; the node takes it for nobody's doing
+    except Exception:  # tools cannot cause this, so the node blames none
         traceback.print_exc()
         return OWN_ERROR_EXIT
     return 0
 
 
 def say_ready() -> None:
-    """Tell whoever started this process that it can be used."""
+    """Report to the starting process that this one is ready."""
     sys.stdout.write("READY\n")
     sys.stdout.flush()

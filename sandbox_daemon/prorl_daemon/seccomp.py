@@ -1,7 +1,7 @@
-"""The filter of system calls that the daemon takes on itself, and with it whatever it starts, for ever.
+"""The system call filter that the daemon sets for itself, and permanently for all its children.
 
-A program for the kernel's classic BPF: it sees the architecture, the number of a call and its arguments as numbers, and
-says what becomes of the call. Works for every provider alike, and needs no privilege.
+A program for the kernel's classic BPF: it gets the architecture, the number of a call and its arguments as numbers, and
+decides about the call. It works with every provider alike, and needs no privilege.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ALLOW = 0x7FFF0000
 ERROR = 0x00050000
 KILL_PROCESS = 0x80000000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
-"""In `struct seccomp_data`. Arguments have 64 bits, of which the kernel looks at the lower 32 in all that we filter."""
+"""Offsets in `struct seccomp_data`. Of a filtered 64-bit argument, the kernel uses only the lower 32 bits."""
 
 PR_SET_NO_NEW_PRIVS = 38
 SET_MODE_FILTER = 1
 FLAG_SPEC_ALLOW = 1 << 2
-"""Older kernels would otherwise slow down every process under a filter, against attacks that a filter does not stop."""
+"""Without it, older kernels would slow down every filtered process, against attacks that a filter does not stop."""
 NO_KEY = b"\xa1key\xa2key\xa3key\xa4key"
-"""A placeholder of a key, in a filter without one: four words that a filter has nowhere else."""
+"""A placeholder of a key, in a filter without one: four words that occur nowhere else in a filter."""
 KEYCTL_JOIN_SESSION_KEYRING = 1
 ENOSYS = 38
 EINVAL = 22
@@ -40,7 +40,7 @@ KEY_BYTES = 16
 
 
 class Instruction(NamedTuple):
-    """An instruction of the filter: jumps are counted from the next one, and no longer than 255."""
+    """An instruction of the filter: jumps are relative to the next one, and at most 255."""
 
     code: int
     value: int
@@ -70,12 +70,13 @@ def filter_program(architecture: Architecture, chosen: list[Rule]) -> list[Instr
 def filter_end(architecture: Architecture, key: bytes | None) -> list[Instruction]:
     """Return the rule of `prlimit64`, and the end of a filter, which allows all other calls of this architecture.
 
-    A program may read any limits that the kernel lets it, and set its own, `RLIMIT_LOCKS` aside: the process is 0 then,
-    as in `setrlimit` of any C library. Setting `RLIMIT_CORE` succeeds, and does nothing: scripts do it, to 0 mostly. No
-    number of another process is allowed: each of the daemon's threads has one that the filter cannot know. Who gives
-    the key in the fifth and sixth argument may set all: the daemon. If `key` is None, nobody may.
+    A program may read any limits that the kernel allows, and set its own except `RLIMIT_LOCKS`, with process 0 as in
+    any C library's `setrlimit`. Setting `RLIMIT_CORE` succeeds without effect, because scripts set it, mostly to 0. The
+    number of another process is not allowed, because each thread of the daemon has a number that the filter cannot
+    know. A caller with the key in the fifth and sixth argument may set all limits: the daemon. If `key` is None, no
+    caller may.
 
-    Calls that no rule names cost nothing: since Linux 5.11 the kernel remembers that they are always allowed.
+    Calls without a rule cost nothing: since Linux 5.11 the kernel caches that they are always allowed.
     """
     allow = Instruction(RETURN, ALLOW)
     by_key: list[Instruction] = []
@@ -112,7 +113,7 @@ def filter_end(architecture: Architecture, key: bytes | None) -> list[Instructio
 
 
 def _body(rule: Rule) -> list[Instruction]:
-    """Ends in a return whatever the arguments are."""
+    """Return the instructions of a rule, which end in a return for any arguments."""
     refuse, allow = Instruction(RETURN, ERROR | rule.error), Instruction(RETURN, ALLOW)
     load = Instruction(LOAD, ARGUMENTS_AT + 8 * rule.argument)
     if rule.flags:
@@ -140,7 +141,7 @@ def _body(rule: Rule) -> list[Instruction]:
 
 
 def _unless(values: tuple[int, ...], refuse: Instruction) -> list[Instruction]:
-    """Refuse, or go on after this if what is loaded is one of `values`."""
+    """Return instructions that refuse the call unless the loaded value is one of `values`."""
     return [
         *(Instruction(JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)),
         refuse,
@@ -157,7 +158,7 @@ def filter_code(daemon_pid: int, *, guarded: bool, keyed: bool) -> bytes:
     """Return the filter of this machine, encoded; if it is `keyed`, with `NO_KEY` for the daemon's key. See `confine`.
 
     Raises:
-        OSError: there is none for its architecture.
+        OSError: its architecture is not supported.
     """
     architecture = _architecture()
     begun = filter_program(architecture, rules(architecture, daemon_pid, guarded=guarded))
@@ -179,14 +180,14 @@ def _architecture() -> Architecture:
 
 
 _prlimit: Callable[[int, int, tuple[int, int]], None] | None = None
-"""Set by `confine` in the daemon: sets limits by its key."""
+"""Set by `confine` in the daemon: sets limits with its key."""
 
 
 def prlimit(pid: int, what: int, limits: tuple[int, int]) -> None:
-    """Set soft and hard limit of a process, 0: this one, as `resource.prlimit` does; also under the daemon's filter.
+    """Set soft and hard limit of a process (0: this one), like `resource.prlimit`; works under the daemon's filter.
 
     Raises:
-        OSError: there is no such process, or it does not allow it.
+        OSError: the process does not exist, or does not allow it.
     """
     if _prlimit is None:
         resource.prlimit(pid, what, limits)
@@ -195,20 +196,20 @@ def prlimit(pid: int, what: int, limits: tuple[int, int]) -> None:
 
 
 def confine(*, daemon_pid: int, guarded: bool) -> None:
-    """Leave the keyring that the node's session has, and refuse what no tool needs, from now on.
+    """Leave the keyring of the node's session, and refuse all system calls that tools do not need, from now on.
 
-    In the daemon itself, `prlimit` still sets all limits afterwards, by a key that nothing else may have in its memory:
-    in any other process there is none.
+    In the daemon itself, `prlimit` can still set all limits afterwards, with a key that only the daemon has in its
+    memory. Other processes lack the key.
 
     Args:
-        daemon_pid: of the process that nothing under this filter may signal.
+        daemon_pid: the process that no process under this filter may signal.
         guarded: see `syscall_rules.rules`.
 
     Raises:
-        OSError: it did not work; nothing may be started then.
+        OSError: it failed; no process may be started then.
     """
     global _prlimit
-    import ctypes  # here, because the daemons of tests do without
+    import ctypes  # here, because the daemons of tests never need it
 
     architecture, is_daemon = _architecture(), os.getpid() == daemon_pid
     key = os.urandom(KEY_BYTES) if is_daemon else b""
@@ -222,7 +223,7 @@ def confine(*, daemon_pid: int, guarded: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     buffer = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
-    for flags in (FLAG_SPEC_ALLOW, 0):  # Linux before 4.17 has no such flag
+    for flags in (FLAG_SPEC_ALLOW, 0):  # Linux before 4.17 lacks the flag
         if libc.syscall(architecture.seccomp, SET_MODE_FILTER, flags, described) == 0:
             break
         if ctypes.get_errno() != EINVAL or not flags:

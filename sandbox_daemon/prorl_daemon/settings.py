@@ -1,4 +1,4 @@
-"""The daemon's settings from whoever starts it, and the environment of the tools that it starts."""
+"""The daemon's settings from the process that starts it, and the environment of its tools."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from prorl_ipc.limits import SandboxLimits
 MAX_START_LINE_BYTES = 1024 * 1024
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RUNTIME_PREFIXES = ("PYTHON", "LD_")
-"""Variables the daemon's own interpreter may need and no tool may see."""
+"""Prefixes of variables that the daemon's own interpreter may need and tools must not see."""
 LAUNCHER_PREFIXES = ("APPTAINER", "SINGULARITY", "SING_")
 LAUNCHER_VARIABLES = ("HOME", "OLDPWD", "PROMPT_COMMAND", "PS1", "PWD", "SHLVL", "TERM", "USER", "_")
-"""Variables that a container's launcher sets, rather than its image."""
+"""Variables that a container's launcher sets, not its image."""
 LAUNCHER_LIBRARIES = "/.singularity.d/libs"
 LAUNCHER_LOCALE = "C"
 
 
 class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line of standard input, as JSON: there the token shows in no argument list and no environment.
+    """The first line of standard input, as JSON, so that the token appears in no argument list and no environment.
 
-    `env` is added to the tools' environment. `cwd` is where shells start; empty takes the home directory.
+    `env` is added to the tools' environment. `cwd` is where shells start; empty means the home directory.
     `prestart_bash`: start a shell at once, not with the first command. `prestart_ipython`: as the option of that name.
-    `inherit_env`: the daemon's environment is its image's, and what the image sets is for the tools too; otherwise they
-    get none of it but PATH and HOME. `limits`: what the tools may use. `isolated`: what this process sees and may
-    signal is the sandbox, and file systems in memory are its own.
-    `fakeroot`: this process is root in there, with capabilities of which the tools may have a few only.
-    `listen_fd`: the inherited socket to listen on, where the option `--socket` makes none.
+    `inherit_env`: the daemon's environment is its image's, and tools get the image's variables as well; otherwise they
+    only get PATH and HOME. `limits`: limits of the tools. `isolated`: this process sees and may signal only the
+    sandbox, and file systems in memory are its own. `fakeroot`: this process is root inside, with capabilities that the
+    tools only partly get. `listen_fd`: the inherited socket to listen on, if the option `--socket` is not used.
     `ports_fd`: an inherited socket on which listening sockets of the sandbox's own network are sent; see `PortOpen`.
     """
 
@@ -53,12 +52,12 @@ _decoder = msgspec.json.Decoder(StartLine)
 
 
 def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:
-    """Read the start line from `fd`; None if `fd` ends before it. What follows the line is ignored.
+    """Read the start line from `fd`; return None if `fd` ends before it. Data after the line is ignored.
 
     Blocks; for use before the event loop runs.
 
     Raises:
-        TimeoutError: it did not come in time.
+        TimeoutError: it did not arrive in time.
         ValueError: it is too long, not JSON, or not a `StartLine`.
     """
     deadline = time.monotonic() + timeout_s
@@ -76,9 +75,9 @@ def read_start_line(fd: int, *, timeout_s: float) -> StartLine | None:
 
 
 def tool_environment(extra: dict[str, str], *, inherit_env: bool = False) -> dict[str, str]:
-    """The environment of bash and IPython: clean, without pagers, then `extra` over it.
+    """Return the environment of bash and IPython: clean, without pagers, then `extra` over it.
 
-    With `inherit_env`, what the image sets comes between the two.
+    With `inherit_env`, the image's variables come between the two.
     """
     try:
         account = pwd.getpwuid(os.getuid())
@@ -113,9 +112,9 @@ def _image_environment() -> dict[str, str]:
 
 
 def runtime_environment() -> dict[str, str]:
-    """Return the variables of a Python started with the daemon's interpreter, until it takes the tools' environment.
+    """Return the variables for a Python started with the daemon's interpreter, until it gets the tools' environment.
 
-    One that looks at no variable needs none, and those of the image would only mislead its children.
+    An interpreter that ignores variables needs none, and the image's would only mislead its children.
     """
     prefixes = () if sys.flags.isolated else RUNTIME_PREFIXES
     kept = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

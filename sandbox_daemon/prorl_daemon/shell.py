@@ -1,4 +1,4 @@
-"""A shell process on a pseudo-terminal. Commands and their ends are told as in `shell_protocol`."""
+"""A shell process on a pseudo-terminal. `shell_protocol` marks commands and their ends."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 10.0
 DRAIN_GRACE_S = 0.1
-"""The time for output to come after the shell ended while something else still holds the terminal."""
+"""Time for output to arrive after the shell ended while another process still holds the terminal."""
 KILL_DEADLINE_S = 2.0
 START_OUTPUT_BYTES = 4096
 BEGIN_GRACE_S = 0.25
-"""The time that an interrupt waits for a shell that has not read its command yet."""
+"""Time that an interrupt waits for a shell that has not yet read its command."""
 SETTLE_GRACE_S = 2.0
-"""The time that a shell that is ready may take, on a busy machine, to show another prompt."""
+"""Time for a ready shell, on a busy machine, to show another prompt."""
 IDLE_OUTPUT_BYTES = 64 * 1024
-"""Kept of what is written between two calls."""
+"""Limit of the output kept between two calls."""
 INTERRUPT_KEYS = b"\x03\x1c"
-"""C-c and C-\\: bash may answer them with another prompt."""
+r"""C-c and C-\, which bash may answer with another prompt."""
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
 MAX_EXIT_CODE = 255
 _EXIT_CODE = re.compile(rb"[0-9]{1,3}")
-"""Whatever else a command has written into the pipe is no record: the shell's own still comes."""
+"""Other data that a command has written into the pipe is not a record: the shell's own will follow."""
 TRAP_WORDS = b"trap -- "
-"""The first words of the traps that a shell tells before its record. A command may have sent something else there."""
+"""The first words of the traps that a shell sends before its record. A command may have sent other text there."""
 RECORD_FIELDS = 6
-"""Fields of a whole record after its exit code: those of `CommandEnd`, and nothing."""
+"""Number of fields of a complete record after its exit code: the fields of `CommandEnd`, and an empty one."""
 
 ROWS, COLUMNS = 24, 160
 READ_BYTES = 64 * 1024
@@ -65,14 +65,14 @@ RESTORED_SIGNALS = (
     signal.SIGHUP,
     signal.SIGCHLD,
 )
-"""Set to their default action in what is started: Python and shells ignore some of them, and that is inherited."""
+"""Reset to their default action in children: Python and shells ignore some signals, which is inherited."""
 TIOCGPTPEER = 0x5441
 """ioctl: opens the other end of a pty, wherever its name is mounted."""
 _IFLAG, _OFLAG, _LFLAG = 0, 1, 3
 
 
 class Terminal:
-    """The controlling end of a pty. Owns its file descriptor; `close` hangs the terminal up."""
+    """The controlling end of a pty. Owns its file descriptor; `close` hangs up the terminal."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -84,15 +84,14 @@ class Terminal:
         return f"<Terminal fd {self._fd}{', closed' if self._closed else ''}>"
 
     def reset_mode(self) -> None:
-        """Undo what programs did to the terminal's mode: lines, signals by key, no echo, output untranslated."""
+        """Reset the terminal's mode: lines, signals by key, no echo, output untranslated."""
         if self._closed:
             return
         with suppress(termios.error):
-            if termios.tcgetattr(self._fd) != self._plain_mode:  # to set it waits for what the terminal is doing
+            if termios.tcgetattr(self._fd) != self._plain_mode:  # setting it waits for the terminal's current work
                 termios.tcsetattr(self._fd, termios.TCSANOW, self._plain_mode)
 
     def foreground_group(self) -> int | None:
-        """The process group that has the terminal, None if there is none (any more)."""
         if self._closed:
             return None
         try:
@@ -101,9 +100,9 @@ class Terminal:
             return None
 
     def read_nowait(self) -> bytes | None:
-        """Read what is there, about `READ_BYTES` at most.
+        """Read the available data, about `READ_BYTES` at most.
 
-        None if nothing is there; `b""` once every process has let go of it.
+        None if there is none; `b""` once every process has closed the other end.
         """
         pieces: list[bytes] = []
         size_bytes = 0
@@ -113,7 +112,7 @@ class Terminal:
             except BlockingIOError:
                 return b"".join(pieces) or None
             except OSError as exc:
-                if exc.errno != errno.EIO:  # the way a pty says end of file
+                if exc.errno != errno.EIO:  # a pty's end of file
                     raise
                 break
             pieces.append(piece)
@@ -121,17 +120,17 @@ class Terminal:
         return b"".join(pieces)
 
     async def wait_readable(self) -> None:
-        """Returns when `read_nowait` will not return None.
+        """Return when `read_nowait` will not return None.
 
         Raises:
-            trio.ClosedResourceError: it was closed meanwhile.
+            trio.ClosedResourceError: it was closed in the meantime.
         """
         if self._closed:
             raise trio.ClosedResourceError
         await trio.lowlevel.wait_readable(self._fd)
 
     def drop_input(self) -> None:
-        """Throw away what was typed and nobody has read."""
+        """Discard typed input that was not read."""
         if self._closed:
             return
         with suppress(OSError, termios.error):
@@ -145,8 +144,8 @@ class Terminal:
         """Type `keys`. Waits while the terminal's input queue is full; a cancelled write may have typed a part.
 
         Raises:
-            trio.ClosedResourceError: it was closed meanwhile.
-            trio.BrokenResourceError: no process has the other end any more.
+            trio.ClosedResourceError: it was closed in the meantime.
+            trio.BrokenResourceError: no process has the other end open.
         """
         while keys:
             if self._closed:
@@ -159,7 +158,7 @@ class Terminal:
                 raise trio.BrokenResourceError from exc
 
     def close(self) -> None:
-        """Hang up. Idempotent. Tasks that wait for it get `trio.ClosedResourceError`."""
+        """Hang up. Idempotent. Waiting tasks get `trio.ClosedResourceError`."""
         if not self._closed:
             self._closed = True
             trio.lowlevel.notify_closing(self._fd)
@@ -181,9 +180,9 @@ def spawn_on_terminal(
         argv: program (looked up in this process's PATH unless it is a path) and arguments.
         env: its whole environment.
         cwd: its working directory; `/` if that is gone.
-        inherited: file descriptor there -> file descriptor here.
-        terminal_copy: one more file descriptor, there, for the terminal; None for none.
-        limit_this: called there, last before the program is executed.
+        inherited: file descriptor in the child -> file descriptor here.
+        terminal_copy: an additional file descriptor of the child for the terminal, or None.
+        limit_this: called in the child, directly before the program is executed.
 
     Returns:
         The process id, and the pty's controlling end, which the caller owns.
@@ -213,7 +212,7 @@ def spawn_on_terminal(
         dimensions=(ROWS, COLUMNS),
         pass_fds=tuple(inherited.values()),
     )
-    # ptyprocess kills on garbage collection, and sleeps when it closes: we keep the numbers and end it ourselves.
+    # ptyprocess kills on garbage collection, and sleeps when it closes: use only its numbers and end it ourselves.
     fd = os.dup(process.fd)
     process.fileobj.close()
     process.closed = True
@@ -232,8 +231,8 @@ def _plain_mode(fd: int) -> list[Any]:
 class RunningCommand:
     """A command in progress. `end` is None after `ended` if the shell was lost with it, or before it.
 
-    `was_read` tells which: False after `ended` if the shell never saw the command. Its output goes to the call that
-    attends to it, and into a small buffer while none does.
+    `was_read` distinguishes these cases: it is False after `ended` if the shell never read the command. The output goes
+    to the call that attends to the command, or into a small buffer.
     """
 
     def __init__(self) -> None:
@@ -250,11 +249,11 @@ class RunningCommand:
         self._unattended: OutputBuffer | None = OutputBuffer(IDLE_OUTPUT_BYTES)
 
     def attend(self, output: CommandOutput, chunks: trio.MemorySendChannel[bytes] | None = None) -> None:
-        """Keep its output in `output` from now on, beginning with what came unattended.
+        """Store its output in `output` from now on, beginning with the unattended output.
 
         Args:
-            output: of the command that begins.
-            chunks: where its output goes as it comes as well, if anywhere; closed at its end.
+            output: the output of the current call.
+            chunks: also gets the output as it arrives, if given; closed at the end.
         """
         assert self._unattended is not None
         unattended, self._unattended = self._unattended, None
@@ -264,7 +263,7 @@ class RunningCommand:
             self._close_chunks()
 
     def leave(self) -> CappedOutput:
-        """Return what it has written since `attend`; it goes on unattended. Call it before its end."""
+        """Return the output since `attend`; the command continues unattended. Call it before its end."""
         capped, rest = self._output.leave()
         self._unattended = OutputBuffer(IDLE_OUTPUT_BYTES)
         self._unattended.append(rest)
@@ -272,16 +271,16 @@ class RunningCommand:
         return capped
 
     def take_nowait(self, data: bytes) -> None:
-        """Keep `data` as the beginning of a call's output, without waiting."""
+        """Store `data` as the beginning of a call's output, without waiting."""
         if data:
             self._keep(data)
             if self._chunks is not None:
                 self._chunks.send_nowait(data)
 
     async def take(self, data: bytes) -> None:
-        """Keep `data`, output of the command, and send it to the stream, if there is one.
+        """Store `data`, output of the command, and send it to the stream, if any.
 
-        Waits while the stream's reader is behind, which holds the command up in turn.
+        Waits while the stream's reader is behind, which in turn delays the command.
         """
         if not data:
             return
@@ -291,10 +290,10 @@ class RunningCommand:
             try:
                 await self._chunks.send(data)
             except trio.BrokenResourceError:
-                self._chunks = None  # nobody listens any more
+                self._chunks = None  # the reader is gone
 
     def finish(self, end: CommandEnd | None, last: bytes = b"") -> None:
-        """Set `end` and `ended`, after keeping `last`, which is not streamed; nothing may follow."""
+        """Set `end` and `ended`, after storing `last`, which is not streamed; no output may follow."""
         if last:
             self._keep(last)
         self.end = end
@@ -302,11 +301,11 @@ class RunningCommand:
         self.ended.set()
 
     def output(self) -> CappedOutput:
-        """Return what it wrote since `attend`. Call it once, after its end."""
+        """Return the output since `attend`. Call it once, after its end."""
         return self._output.end()
 
     def unattended_output(self) -> bytes:
-        """Return what it wrote since `leave`, or since the start."""
+        """Return the output since `leave`, or since the start."""
         return b"" if self._unattended is None else self._unattended.capped().data
 
     def _keep(self, data: bytes) -> None:
@@ -319,7 +318,7 @@ class RunningCommand:
 
 
 class Shell:
-    """A running shell. One command at a time; its caller sees to that."""
+    """A running shell. One command at a time, which its caller ensures."""
 
     def __init__(self, child: Child, terminal: Terminal, dialect: Dialect) -> None:
         self.child = child
@@ -329,7 +328,7 @@ class Shell:
         self._files = dialect.files
         self._gate_taken = False
         self.is_unsettled = False
-        """A signal may still be on its way to the shell: call `settle` before the next command."""
+        """A signal may still be in flight to the shell: call `settle` before the next command."""
         self._records = b""
         self._repeated_nonce = b""
         self._nonce_repeated = trio.Event()
@@ -343,13 +342,15 @@ class Shell:
         return f"<Shell {self.child.pid}: {state}>"
 
     async def wait_gone(self) -> None:
-        """Wait until the shell has ended, by whatever cause, and its last output has been taken."""
+        """Wait until the shell has ended for any reason, and its last output has been received."""
         await self._gone.wait()
 
     async def begin(self, command: str, running: RunningCommand) -> None:
-        """Start `command`, evaluated at the top level of the shell; it holds no NUL. Returns when it is on its way.
+        """Start `command`, evaluated at the top level of the shell; it must not contain a NUL.
 
-        What came since the last command becomes the beginning of its output. If the shell is gone, or goes, `running`
+        Returns when it was sent.
+
+        Output since the last command becomes the beginning of its output. If the shell has ended or ends, `running`
         ends without an `end`.
         """
         idle_output, self._idle_output = self._idle_output, OutputBuffer(IDLE_OUTPUT_BYTES)
@@ -367,7 +368,7 @@ class Shell:
             await self._terminal.write(trigger)
 
     async def type_keys(self, keys: bytes, running: RunningCommand) -> None:
-        """Type `keys` for `running`, and for nothing else: not at all if it is ending.
+        """Type `keys` only for `running`, and not at all if it is ending.
 
         Waits until the shell has read the command, and while the terminal's input queue is full; a cancelled call may
         have typed a part.
@@ -382,12 +383,12 @@ class Shell:
             await self._terminal.write(keys)
 
     async def interrupt(self, already: set[int]) -> None:
-        """Send SIGINT to the process group that has the terminal: the command's foreground job, or the shell itself.
+        """Send SIGINT to the foreground process group: the command's foreground job, or the shell itself.
 
-        Waits for the shell to have read the command, so that the signal does not come before it. The group of a program
-        is added to `already`, and not signalled if it is in there: one that cleans up after an interrupt is let alone.
-        The shell's own group is not, nor that of a copy of it about to become a program: that may lose the signal.
-        Nothing happens when the command has ended.
+        Waits until the shell has read the command, so that the signal is not too early. The group of a program is added
+        to `already`, and is not signalled again, so that it can clean up after an interrupt. This does not apply to the
+        shell's own group, nor to a copy of the shell that is about to become a program, which may lose the signal. Has
+        no effect when the command has ended.
         """
         running = self._running
         if running is None:
@@ -407,11 +408,11 @@ class Shell:
                 os.killpg(group, signal.SIGINT)
 
     async def settle(self) -> None:
-        """Wait until the shell, ready again, has also taken the signals it was sent when the command just ended.
+        """Wait until the shell, ready again, has processed all signals sent when the command just ended.
 
-        Returns at once if it is gone. It would take them while it reads the next trigger otherwise, and throw that
-        away. An empty line makes it show another prompt; so does a signal. One that has shown none within
-        `SETTLE_GRACE_S` keeps `is_unsettled`. The newlines with which it answers a signal are nobody's output.
+        Returns at once if it is gone. Otherwise a signal could arrive while it reads the next trigger, and discard the
+        trigger. An empty line makes it show another prompt, and so does a signal. If no prompt appears within
+        `SETTLE_GRACE_S`, `is_unsettled` stays set. The newlines with which it answers a signal are discarded.
         """
         if self._gone.is_set():
             return
@@ -423,24 +424,24 @@ class Shell:
         self._nonce_repeated = trio.Event()
         with trio.move_on_after(SETTLE_GRACE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self._terminal.write(b"\n")
-            # A signal may hit the shell when it has just taken the token: it then says the record again, and waits.
+            # A signal may arrive when the shell has just taken the token: it then repeats the record, and waits.
             await self._wait_mark(PROMPT_MARK, self._files.open_gate)
             self.is_unsettled = False
-            await self._nonce_repeated.wait()  # what the terminal has carried before it has been taken
-        # What others in the shell's background wrote meanwhile is kept for the next command.
+            await self._nonce_repeated.wait()  # the earlier terminal data has been received
+        # Output of background processes in between is kept for the next command.
         if not self._idle_output.capped().data.strip(b"\n"):
             self._idle_output = OutputBuffer(IDLE_OUTPUT_BYTES)
 
     async def kill_foreground(self) -> None:
-        """Kill (SIGKILL) the foreground job and its descendants. The shell goes on with the rest of the command."""
+        """Kill (SIGKILL) the foreground job and its descendants. The shell continues with the rest of the command."""
         group = self._terminal.foreground_group()
         if group is not None and group != self.child.pid:
             await kill_until_gone(lambda table: table.with_descendants(lambda entry: entry.group == group))
 
     async def ask_for_report(self) -> None:
-        """Type a line by which the shell reports, if it is ready but the command has taken its way to say so.
+        """Type a line that makes a ready shell report, after the command has disabled its normal report.
 
-        Where a builtin of the shell reads the terminal instead, that gets the line.
+        If a builtin of the shell reads the terminal instead, it gets the line.
         """
         if not self._gone.is_set() and self._terminal.foreground_group() == self.child.pid:
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -451,7 +452,7 @@ class Shell:
         self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """Kill (SIGKILL) the shell and everything in its session or below it; return when all of that has ended."""
+        """Kill (SIGKILL) the shell, its session and its descendants; return when all have ended."""
         session = self.child.pid
 
         def members(table: ProcessTable) -> set[ProcessEntry]:
@@ -461,7 +462,7 @@ class Shell:
         await kill_until_gone(members)
 
     async def serve(self) -> None:
-        """Take the shell's output until it ends, then close everything of it. On cancellation it is killed."""
+        """Read the shell's output until it ends, then close all its resources. On cancellation it is killed."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._take_output)
@@ -512,9 +513,9 @@ class Shell:
             if end is not None:
                 self.last_end = end
                 self._running = None
-                # An interrupt may have cut the prompt off when it had just written this; then it comes once more.
+                # An interrupt may have cut off the prompt just after writing this; then it is repeated.
                 self.is_unsettled = running.was_interrupted
-                self._repeated_nonce = running.nonce.encode()  # of every prompt until the next command
+                self._repeated_nonce = running.nonce.encode()  # repeated by every prompt until the next command
                 if self._gate_taken:
                     self._gate_taken = False
                     self._terminal.drop_input()
@@ -528,7 +529,7 @@ class Shell:
             await running.take(before)
 
     async def _wait_read(self, running: RunningCommand) -> None:
-        """Until the shell has read the command, which is the one in progress or has ended, or is gone."""
+        """Wait until the shell has read the current or last command, or is gone."""
         self._drain_records()
         if running.ended.is_set() or BEGUN_MARK in self._records:
             return
@@ -543,7 +544,7 @@ class Shell:
             nursery.cancel_scope.cancel()
 
     async def _wait_mark(self, mark: bytes, heard: Callable[[], None] | None = None) -> None:
-        """Until the shell has sent `mark`, or is gone. `heard` is called after whatever else it sends."""
+        """Wait until the shell has sent `mark`, or is gone. `heard` is called after any other data."""
         with suppress(trio.ClosedResourceError):
             while mark not in self._records and not self._gone.is_set():
                 await trio.lowlevel.wait_readable(self._files.record_read)
@@ -553,7 +554,7 @@ class Shell:
                     heard()
 
     def _drain_records(self) -> bool:
-        """Read what the shell has sent. False if it can send nothing any more."""
+        """Read the shell's messages. Return False if it can send no more."""
         if self._gone.is_set():
             return False
         try:
@@ -569,7 +570,7 @@ class Shell:
         _, begun, sent = before.partition(BEGUN_MARK)
         if not begun:
             return None
-        for record in records:  # an interrupt may have cut the first one off; what follows a whole one may know less
+        for record in records:  # an interrupt may have cut off the first; records after a complete one may contain less
             code, *fields = record.split(b"\0")
             if _EXIT_CODE.fullmatch(code) and int(code) <= MAX_EXIT_CODE and len(fields) >= RECORD_FIELDS:
                 self._records = b""
@@ -590,9 +591,9 @@ async def open_shell(
     cwd: str,
     limiter: trio.CapacityLimiter,
 ) -> AsyncIterator[Shell]:
-    """Start a shell and yield it ready for its first command; on leaving, whatever is left of its session is killed.
+    """Start a shell and yield it ready for its first command; on exit, the rest of its session is killed.
 
-    A shell that ended by itself has no such end made: what it left in the background lives on.
+    If a shell ends by itself, its session is not killed: its background processes live on.
 
     Raises:
         StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.

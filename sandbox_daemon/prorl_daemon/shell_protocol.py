@@ -1,13 +1,13 @@
-"""The protocol between the daemon and any shell: marks, files, and what differs from shell to shell.
+"""The protocol between the daemon and any shell: marks, files, and the differences between shells.
 
-For each command the daemon lays the command and a nonce ready in two unnamed files, and types one line, the trigger,
-into the shell's terminal. However the command ends, the shell reports it with a record in a pipe, and marks the end of
-the output with the nonce on the terminal. The kernel may deliver the record before the last output, so the nonce tells
-where the output ends; the record makes it true: the nonce alone, printed by a program, is output like any other.
+For each command the daemon writes the command and a nonce to two unnamed files, and types one line, the trigger, into
+the shell's terminal. However the command ends, the shell reports it with a record in a pipe, and marks the end of the
+output with the nonce on the terminal. The kernel may deliver the record before the last output, so the nonce marks the
+end of the output. Only the record makes it valid: a nonce that a program prints is output like any other.
 
-**The gate** is a pipe with one newline in it. Before the shell reads its terminal again it takes that and puts it back.
-The daemon takes it away before it types anything for a command, and puts it back when it has thrown away what the
-command did not read: what was meant for a command is never run by the shell.
+**The gate** is a pipe with one newline in it. Before the shell reads its terminal again it takes the newline and puts
+it back. The daemon removes it before it types anything for a command, and returns it after discarding input that the
+command did not read. So the shell never runs input that was meant for a command.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import msgspec
 from prorl_daemon.memory_files import make_memory_file
 
 BEGUN_MARK: Final = b"\x02"
-"""In the record pipe: the shell has read the command. From here on SIGINT reaches it, not the prompt before it."""
+"""In the record pipe: the shell has read the command, so that SIGINT now reaches the command, not the prompt."""
 PROMPT_MARK: Final = b"\x06"
-"""In the record pipe: a prompt that no command came before."""
+"""In the record pipe: a prompt without a preceding command."""
 NONCE_MARK: Final = "\x1e"
-"""First character of a nonce, so that the terminal's bytes need no look at unless it occurs."""
+"""First character of a nonce, so that terminal data without it need not be searched."""
 GATE_TOKEN: Final = b"\n"
 GATE_READ_BYTES: Final = 64
 
 
 class CommandEnd(msgspec.Struct, frozen=True):
-    """The end of a command, as the shell tells it.
+    """The end of a command, as reported by the shell.
 
     Attributes:
-        exit_code, cwd: the command's, and the shell's afterwards.
+        exit_code, cwd: the command's exit code, and the shell's directory afterwards.
         flags: the shell's options: letters as in `$-`, a colon, names as in `$SHELLOPTS`.
-        traps, disabled, function: the shell's words for the traps that it runs for its every command, the builtins that
-            are disabled, and a function that hides what the dialect calls.
+        traps, disabled, function: shell code for the traps that run for every command, the disabled builtins, and a
+            function that hides a builtin that the dialect calls.
     """
 
     exit_code: int
@@ -50,7 +50,7 @@ class CommandEnd(msgspec.Struct, frozen=True):
 
 
 class ShellFiles:
-    """The daemon's ends of what it shares with one shell. Owns its descriptors; `close` closes them.
+    """The daemon's ends of the files shared with one shell. Owns its descriptors; `close` closes them.
 
     Attributes:
         command, nonce, hook: unnamed files.
@@ -69,18 +69,21 @@ class ShellFiles:
         self.open_gate()
 
     def open_gate(self) -> None:
-        """Let the shell read its terminal. Idempotent."""
+        """Allow the shell to read its terminal. Idempotent."""
         self.take_gate()
         os.write(self._gate_write, GATE_TOKEN)
 
     def take_gate(self) -> bool:
-        """Keep the shell from reading its terminal. False if it is past the command already, or the gate is taken."""
+        """Prevent the shell from reading its terminal.
+
+        False if it has already passed the command, or the gate is taken.
+        """
         with suppress(BlockingIOError):
             return bool(os.read(self._gate_read, GATE_READ_BYTES))
         return False
 
     def close(self) -> None:
-        """Close them all. Call it once."""
+        """Close all descriptors. Call it once."""
         for fd in (
             self.command,
             self.nonce,
@@ -95,11 +98,11 @@ class ShellFiles:
 
 
 class Dialect(abc.ABC):
-    """The words in which one kind of shell is spoken to, over `files`."""
+    """The syntax for one kind of shell, over `files`."""
 
     options: ClassVar[tuple[str, ...]]
     terminal_fd: ClassVar[int | None] = None
-    """The number at which the shell gets a descriptor of its own for its terminal."""
+    """The number of the shell's own descriptor for its terminal."""
     init_command: ClassVar[str]
     """The first command, before the user's."""
 
@@ -112,20 +115,20 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def trigger(self, command: str, nonce: str, last: CommandEnd) -> bytes:
-        """Lay ready what the shell reads, and return the line that runs `command`, which has no NUL.
+        """Write the files for the shell, and return the line that runs `command`, which must not contain a NUL.
 
-        The command finds the exit code of `last`, the command before, in `$?`.
+        The command finds the exit code of `last`, the previous command, in `$?`.
         """
 
     @abc.abstractmethod
     def report_line(self) -> bytes:
-        """Return a line by which a shell that is ready, and did not say so, reports the command before."""
+        """Return a line with which a ready shell that did not report the previous command reports it."""
 
 
 def replace_content(fd: int, text: str) -> None:
-    """Write the file anew and rewind the offset that its readers may share."""
+    """Replace the file's content and rewind the offset that its readers may share."""
     content = text.encode(errors="surrogateescape")
     os.pwrite(fd, content, 0)
-    if os.fstat(fd).st_size > len(content):  # to cut a file off costs more than all the rest here
+    if os.fstat(fd).st_size > len(content):  # truncating costs more than all the rest here
         os.ftruncate(fd, len(content))
     os.lseek(fd, 0, os.SEEK_SET)

@@ -1,7 +1,7 @@
-"""System calls that no tool needs, and their answers. Numbers are the kernel's, which never change.
+"""System calls that tools do not need, and the answers to them. Numbers are the kernel's, which never change.
 
-A call that a kernel may be built without is answered ENOSYS: programs then do as they did before there was such a call.
-An administrator's call is answered EPERM, as the kernel itself answers those who are none.
+A call that a kernel may be built without is answered ENOSYS: programs then behave as on a kernel without it. An
+administrator's call is answered EPERM, as the kernel itself answers other users.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 class Architecture(NamedTuple):
     """An architecture in seccomp's terms.
 
-    `audit`: the kernel's number for it in a filter's data. `column`: that of the tables below. `foreign_bit`: set in
-    the numbers of another convention of the same architecture (x32), which nobody uses; 0 for none.
+    `audit`: the kernel's number for it in a filter's data. `column`: its column in the tables below. `foreign_bit`: set
+    in the numbers of another convention of the same architecture (x32), which is unused in practice; 0 for none.
     """
 
     audit: int
@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "x86_64": Architecture(0xC000003E, 0, 0x40000000, seccomp=317, keyctl=250),
     "aarch64": Architecture(0xC00000B7, 1, 0, seccomp=277, keyctl=219),
 }
-"""By `os.uname().machine`. 32-bit programs are of another architecture to the kernel, also on the same machine."""
+"""By `os.uname().machine`. The kernel treats 32-bit programs as another architecture, even on the same machine."""
 
 
 class Also(NamedTuple):
@@ -43,8 +43,8 @@ class Also(NamedTuple):
 class Rule(NamedTuple):
     """A call that is refused with `error`: always, or by the lower 32 bits of its argument `argument`.
 
-    `flags`: if one of these bits is set. `above`: if it is more. `equal`: if it is this, and the next argument one of
-    `next_is`, where that has values. `unless`: if it is none of these; and for one of them, `also.value`, if the
+    `flags`: if one of these bits is set. `above`: if it is larger. `equal`: if it is equal, and the next argument is
+    one of `next_is`, where that has values. `unless`: if it is none of these; and for one of them, `also.value`, if the
     argument `also.argument` is none of `also.unless`, with `also.error`.
     """
 
@@ -63,20 +63,20 @@ ABSENT = {
     "add_key": (248, 217),
     "bpf": (321, 280),
     "fanotify_init": (300, 262),
-    "io_setup": (206, 0),  # of its contexts the machine has a number, for all its users together
+    "io_setup": (206, 0),  # the machine limits its contexts for all users together
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
-    "keyctl": (250, 219),  # keyrings are not of a namespace
+    "keyctl": (250, 219),  # keyrings do not belong to a namespace
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
     "lookup_dcookie": (212, 18),
-    "memfd_create": (319, 279),  # memory that no process has to map, and nothing but a cgroup counts
+    "memfd_create": (319, 279),  # memory that no process has to map, and that only a cgroup counts
     "memfd_secret": (447, 447),
     "modify_ldt": (154, None),
     "perf_event_open": (298, 241),
     "request_key": (249, 218),
-    "setxattrat": (463, 463),  # its size is in memory, where no filter can look
+    "setxattrat": (463, 463),  # its size is in memory, which a filter cannot read
     "userfaultfd": (323, 282),
     "uselib": (134, None),
     "vmsplice": (278, 75),
@@ -119,15 +119,15 @@ UNSHARE = (272, 97)
 NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET."""
 CLONE_NEWTIME = 0x00000080
-"""For `unshare` only: in `clone` these bits are a signal's."""
+"""Only for `unshare`: in `clone` these bits belong to a signal."""
 
 SOCKET = (41, 198)
 SOCKETPAIR = (53, 199)
 UNIX, INET, INET6, NETLINK = 1, 2, 10, 16
 NETLINK_ROUTE, NETLINK_SOCK_DIAG = 0, 4
-"""The netlink families that list addresses and interfaces, and sockets. Every other family, as that to the hypervisor,
-is none of a namespace's, or not for tools; the errors are those of a kernel that does not have it, which libraries
-expect."""
+"""The netlink families that list addresses and interfaces, and sockets. Every other family, such as the hypervisor's,
+does not belong to a namespace, or is not for tools. The errors are the ones of a kernel without the family, which
+libraries expect."""
 
 SIGNALS = {
     "kill": (62, 129),
@@ -137,69 +137,70 @@ SIGNALS = {
     "tgkill": (234, 131),
     "tkill": (200, 130),
 }
-"""Calls that are refused where their first argument is the daemon's id, with an error that the caller sees.
+"""Calls that are refused if their first argument is the daemon's id, with an error that the caller sees.
 
-No filter can tell what else may name it, as a thread's id or a descriptor of its folder in /proc. There the kernel
-keeps signals from the first process of a PID namespace, which handles SIGCHLD only."""
+A filter cannot detect other references to it, such as a thread's id or a descriptor of its folder in /proc. There the
+kernel withholds signals from the first process of a PID namespace, which only handles SIGCHLD.
+"""
 SCHEDULING = {
     "sched_setaffinity": (203, 122),
     "sched_setattr": (314, 274),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
 }
-"""Calls that are for the caller only where no capability guards the daemon: their first argument is 0."""
+"""Calls that may only target the caller if no capability guards the daemon: their first argument is 0."""
 PRIORITIES = {"setpriority": ((141, 140), 0), "ioprio_set": ((251, 30), 1)}
-"""Calls like those of `SCHEDULING`, each with the first argument that makes the second one a process."""
+"""Further calls as in `SCHEDULING`, each with the first argument that makes the second one a process."""
 FCNTL = (72, 25)
 F_CANCELLK, F_DUPFD_CLOEXEC = 1029, 1030
 FILE_COMMANDS = (
     *(1, 2, 3, 4, 0, F_DUPFD_CLOEXEC),
-    *range(5, 18),  # locks of one process, and who gets signals of input
+    *range(5, 18),  # locks of one process, and the receiver of input signals
     *(36, 37, 38),  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
-    *range(1025, F_CANCELLK + 1),  # F_GETLEASE, F_NOTIFY, what two descriptors have in common
+    *range(1025, F_CANCELLK + 1),  # F_GETLEASE, F_NOTIFY, comparison of two descriptors
     *range(F_DUPFD_CLOEXEC + 1, 1039),  # sizes of pipes, seals, hints
 )
-"""The commands of `fcntl` that wait for nobody else, those that are used most first: not F_SETLEASE, nor any that a
-later kernel has. A lease makes whoever opens the file wait for 45 s, and its owner in a sandbox is that of the node's
-own files, which the sandboxes share."""
+"""The commands of `fcntl` that do not affect other processes, most frequent first: not F_SETLEASE, nor any command of a
+later kernel. A lease blocks other openers of the file for 45 s. A sandbox's user owns the node's own files, which the
+sandboxes share, and so could lease them."""
 SETSOCKOPT = (54, 208)
 SOL_SOCKET, SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF, SO_ZEROCOPY = 1, 26, 51, 60
-"""Filters of sockets, which only those who capture packets need. The kernel compiles each, and of the memory for that
-the machine has a number, for all its users together (`net.core.bpf_jit_limit`): without any left, nobody but root can
-put a filter of system calls on a process, so no sandbox starts. For `SO_ZEROCOPY` see `SPLICES`."""
+"""Filters of sockets, which only packet capture needs. The kernel compiles each, and limits the memory for that for all
+users of the machine together (`net.core.bpf_jit_limit`). When it is used up, only root can set a filter of system
+calls, so no sandbox starts. For `SO_ZEROCOPY` see `SPLICES`."""
 SPLICES = {"splice": (275, 76), "tee": (276, 77)}
-"""Calls that put pages of others into a pipe or a socket, by reference. Programs copy where a file cannot do that.
+"""Calls that put foreign pages into a pipe or a socket by reference. Programs copy if a file does not support that.
 
-The kernel counts the bytes, and keeps the pages, for as long as nobody reads them: one byte keeps a page of a file that
-was truncated since, or, with `vmsplice` and `SO_ZEROCOPY`, a page of 2 MiB that was unmapped. Nothing but a control
-group counts those."""
+The kernel counts the bytes, but keeps the pages, until they are read. One byte keeps a page of a file that was
+truncated since, or, with `vmsplice` and `SO_ZEROCOPY`, an unmapped page of 2 MiB. Only a control group counts these.
+"""
 SETXATTR = {"fsetxattr": (190, 7), "lsetxattr": (189, 6), "setxattr": (188, 5)}
 MAX_ATTRIBUTE_BYTES = 1024
-"""The most of an extended attribute, which some disks bound as well. Access control lists are such attributes, and the
-kernel keeps those of a tmpfs in memory that counts for none of the limits of the tmpfs: up to 64 KiB for each file."""
+"""Limit of an extended attribute, as on some disks. Access control lists are such attributes. The kernel stores a
+tmpfs's in memory that none of the limits of the tmpfs count: up to 64 KiB for each file."""
 MMAP, MAP_HUGETLB = (9, 222), 0x40000
 SHMGET, SHM_HUGETLB = (29, 194), 0o4000
-"""Pages out of the machine's reserve (`vm.nr_hugepages`), which others have set aside, and which count as no process's
-memory. The error is that of a machine without a reserve."""
+"""Pages of the machine's reserve (`vm.nr_hugepages`), which others have set aside, and which count as no process's
+memory. The error is the one of a machine without a reserve."""
 SECCOMP_NEW_LISTENER = 1 << 3
-"""The flag that gives a descriptor for a filter of system calls, by which the filter outlives its processes."""
+"""The flag that returns a descriptor for a filter of system calls, by which the filter outlives its processes."""
 PRLIMIT64 = (302, 261)
 SETRLIMIT = (160, 164)
 RLIMIT_CORE = 4
-"""1 for all tools, see `limits`: a program may set it, and nothing changes."""
+"""1 for all tools, see `limits`: a program may set it without effect."""
 RLIMIT_LOCKS = 10
-"""The mark of what the daemon starts (`children`), which nobody may take off."""
+"""The mark of the daemon's children (`children`), which must not be removed."""
 OWN_LIMITS = tuple(number for number in range(16) if number not in (RLIMIT_CORE, RLIMIT_LOCKS))
-"""What a program may set of its own."""
+"""The limits that a program may set for itself."""
 
 
 def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list[Rule]:
-    """All of them but that of `prlimit64`, each for another call.
+    """Return all rules except `prlimit64`'s, each for another call.
 
     Args:
-        architecture: whose numbers they have.
+        architecture: the architecture of the numbers.
         daemon_pid: as the tools see it.
-        guarded: the kernel keeps the tools from the daemon's priority, scheduling and processors: see `limits`.
+        guarded: the kernel prevents tools from changing the daemon's priority, scheduling and processors: see `limits`.
     """
     column = architecture.column
     found = [
@@ -231,7 +232,7 @@ def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list
         Rule(SHMGET[column], errno.ENOMEM, argument=2, flags=SHM_HUGETLB),
         Rule(architecture.seccomp, errno.EINVAL, argument=1, flags=SECCOMP_NEW_LISTENER),
         Rule(FCNTL[column], errno.EINVAL, argument=1, unless=FILE_COMMANDS),
-        # Its flags are in memory, where no filter can look: the C library goes back to `clone` then.
+        # Its flags are in memory, which a filter cannot read: the C library then falls back to `clone`.
         Rule(CLONE3[column], errno.ENOSYS),
         Rule(CLONE[column], errno.EPERM, flags=NEW_NAMESPACES),
         Rule(UNSHARE[column], errno.EPERM, flags=NEW_NAMESPACES | CLONE_NEWTIME),

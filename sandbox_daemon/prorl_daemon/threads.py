@@ -1,4 +1,4 @@
-"""Blocking calls in threads, where a thread may be refused: the tools' processes can take every place there is."""
+"""Blocking calls in threads, which may be refused: the tools' processes can use up the process limit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ async def run_blocking(function: Callable[[], T], *, limiter: trio.CapacityLimit
     A cancel while it waits for `limiter` takes effect at once; later, only after the result was returned.
 
     Args:
-        function: takes no arguments; what it raises is raised here.
-        limiter: of the threads that may run.
+        function: takes no arguments; its exceptions are re-raised here.
+        limiter: limiter of the running threads.
         or_here: if no thread can be started, run it in this thread, and block the loop: for a short clean-up.
 
     Raises:
-        BlockingIOError: no thread can be started: the sandbox has as many processes as it may.
+        BlockingIOError: no thread can be started, because the sandbox has reached its process limit.
     """
     begun = False
 

@@ -1,6 +1,6 @@
-"""Measures what the tools use, ends what uses too much, and says so in the result of the action that ran into it.
+"""Measures the tools' use of resources, ends excessive use, and reports it in the result of the action that caused it.
 
-For the limits that no kernel interface open to a sandbox keeps for a whole tree of processes.
+For limits that no kernel interface available in a sandbox enforces for a whole tree of processes.
 """
 
 from __future__ import annotations
@@ -33,56 +33,57 @@ if TYPE_CHECKING:
 
 
 BUSY_INTERVAL_S = 0.2
-"""Between two looks while an action runs. A look takes about 0.1 ms, and some 20 us more for each process."""
+"""Interval between two checks during an action. A check takes about 0.1 ms, and some 20 us more for each process."""
 IDLE_INTERVAL_S = 2.0
-"""Between two looks while none does: for what runs in the background."""
+"""Interval between two checks without an action, for background processes."""
 HOLDINGS_INTERVAL_S = 1.0
-"""Between two looks at what processes hold in the kernel, while an action runs."""
+"""Interval between two checks of kernel objects of processes, during an action."""
 LEAST_PAUSE = 2.0
-"""The pause after a look, at least, in terms of what the look took."""
+"""Minimum pause after a check, as a multiple of the check's duration."""
 FEW_FILES = 500
-"""Open files that are looked at on the event loop, in a few milliseconds; more in a thread."""
+"""Limit of open files that are checked on the event loop, in a few milliseconds; more are checked in a thread."""
 FEW_MAPPINGS = 20_000
-"""Likewise; counted where there may be many."""
+"""Likewise for mappings, if they may be numerous."""
 MAX_FILES = 65_536
-"""Open files of all processes together. The machine has a number for all (`fs.file-max`)."""
+"""Limit of open files of all processes together. The machine has a total limit (`fs.file-max`)."""
 MAX_WATCHES = 65_536
-"""Files that epoll instances of all processes together watch. The user has a number in all sandboxes and outside
-(`fs.epoll.max_user_watches`): without one, neither the node nor any other sandbox can wait for anything."""
+"""Limit of files that epoll instances of all processes together watch. The user has a limit for all sandboxes and the
+host (`fs.epoll.max_user_watches`). When it is reached, neither the node nor any other sandbox can wait for anything."""
 MAX_IN_FLIGHT = 1024
-"""Open files that were sent through Unix sockets and not received; of those the user has a number as well."""
+"""Limit of open files that were sent through Unix sockets and not received, which the kernel also limits per user."""
 MAX_BURIED_LOOKS = 5
-"""Looks in a row that find sockets in flight, in which more may be that cannot be counted."""
+"""Consecutive checks that may find sockets in flight, which may contain more files that cannot be counted."""
 MAX_LOCKS = 65_536
-"""Locks of files."""
+"""Limit of file locks."""
 MAX_MAPPINGS = 262_144
-"""Mappings of all processes together. Each may hold a file open that is in no process's table, see `MAX_FILES`."""
+"""Limit of mappings of all processes together. Each may hold a file open outside every table, see `MAX_FILES`."""
 MAX_NETWORK_BYTES = 128 * 1024 * 1024
-"""Buffers of TCP and UDP. The machine has an amount for all (`net.ipv4.tcp_mem`, about 5 % of its memory): without it,
-its own connections, as those to backends, crawl or break."""
+"""Limit of buffers of TCP and UDP. The machine has a total limit (`net.ipv4.tcp_mem`, about 5 % of its memory). When it
+is reached, the machine's own connections, such as the ones to backends, slow down or break."""
 MAX_ORPHANS = 1024
-"""Connections that are closed and whose other end does not take what was sent. The machine has a number for all
-(`net.ipv4.tcp_max_orphans`), above which it resets those of others."""
+"""Limit of closed connections whose peer does not receive the data. The machine has a total limit
+(`net.ipv4.tcp_max_orphans`), above which it resets connections of others."""
 MAX_FILTERS = 1024
-"""Filters of system calls on all threads. Compiled, they come out of one memory of the machine
-(`net.core.bpf_jit_limit`), without which no sandbox of an ordinary user's node starts."""
+"""Limit of system call filters on all threads. Compiled, they use a limited memory of the machine
+(`net.core.bpf_jit_limit`). When it is used up, no sandbox of an ordinary user's node starts."""
 KILL_DEADLINE_S = 2.0
 _MIB = 1024 * 1024
 _SIGNALLED = 128
 
 
-# Memory that no process need have mapped, so that none can be ended for it: counted, and given back.
+# Memory that need not be mapped by any process, so that no process can be ended for it: counted, and freed.
 #
-# That is what System V's shared memory, message queues and semaphores take, and the daemon's own unnamed files, which
-# the shell's commands lie in and which tools can write to. Nobody else in a sandbox may make such files
+# This is System V's shared memory, message queues and semaphores, and the daemon's own unnamed files, which
+# contain the shell's commands and which tools can write to. Only the daemon may make such files
 # (`syscall_rules`).
 
 IPC_RMID = 0
 OBJECT_BYTES = 512
-"""About what the kernel takes for one of them without its content."""
+"""Approximate kernel memory of one object without its content."""
 SEMAPHORE_BYTES = 64
 UNDO_BYTES = 2
-"""For each process that may have changed a semaphore with `SEM_UNDO`: the kernel keeps a number for all of its set."""
+"""Kernel memory for each process that may have changed a semaphore with `SEM_UNDO`: one number per semaphore of its
+set."""
 MESSAGE_BYTES = 64
 SEGMENT_PREFIX = b"/SYSV"
 
@@ -90,11 +91,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _KINDS_IN_MEMORY = ("tmpfs", "overlay", "fuse.fuse-overlayfs")
 INODE_BYTES = 1024
-"""About what an inode of a tmpfs takes of the kernel's memory, which no size limit of a tmpfs counts."""
+"""Approximate kernel memory of a tmpfs inode, which the size limit of a tmpfs does not count."""
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """The use of one process, or of a zombie, which uses nothing but its place.
+    """The resource use of one process, or of a zombie, which only uses its place.
 
     `memory_bytes` counts shared pages in full.
     """
@@ -110,7 +111,7 @@ class ProcessUsage(msgspec.Struct, frozen=True):
 class DiskUsage(msgspec.Struct, frozen=True):
     """The use of one file system.
 
-    `used_bytes`: by content or by inodes, whichever is more. `full`: nothing more fits in.
+    `used_bytes`: by content or by inodes, whichever is more. `full`: no room is left.
     """
 
     path: str
@@ -119,17 +120,20 @@ class DiskUsage(msgspec.Struct, frozen=True):
 
 
 def measure_processes(pids: Iterable[int]) -> list[ProcessUsage]:
-    """Measure those of `pids` that still exist. Some ten microseconds each."""
+    """Measure the `pids` that still exist. Some ten microseconds each."""
     return [usage for pid in pids if (usage := _measure(pid)) is not None]
 
 
 def measure_proportional(processes: Iterable[ProcessUsage]) -> dict[int, int]:
-    """Memory of each by pid, with shared pages divided among their users, in bytes. Blocks, milliseconds each."""
+    """Return the memory of each by pid, with shared pages divided among their users, in bytes.
+
+    Blocks, milliseconds each.
+    """
     return {process.pid: _proportional_bytes(process.pid, process.memory_bytes) for process in processes}
 
 
 def measure_disks(paths: Iterable[str]) -> list[DiskUsage]:
-    """The file systems at `paths` that can be written, each once; the path named is the first. Microseconds each."""
+    """Return the writable file systems at `paths`, each once, with the first path. Microseconds each."""
     found: dict[int, DiskUsage] = {}
     for path in paths:
         try:
@@ -146,7 +150,7 @@ def measure_disks(paths: Iterable[str]) -> list[DiskUsage]:
 
 
 def in_memory(paths: Iterable[str]) -> list[str]:
-    """Return those of `paths` that are in a file system of memory, or in a layer over another."""
+    """Return the `paths` that are in a file system of memory, or in a layer over another."""
     kinds: dict[str, str] = {}
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -161,7 +165,7 @@ def _measure(pid: int) -> ProcessUsage | None:
             stat = file.read()
     except OSError:
         return None
-    end = stat.rindex(b")")  # the name is in brackets, and may itself hold brackets and spaces
+    end = stat.rindex(b")")  # the name is in brackets, and may itself contain brackets and spaces
     name = stat[stat.index(b"(") + 1 : end].decode(errors="replace")
     state, *fields = stat[end + 2 :].split()
     alive = state not in (b"Z", b"X")
@@ -181,13 +185,16 @@ def _proportional_bytes(pid: int, otherwise: int) -> int:
             for line in file:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) * 1024
-    except OSError:  # it has ended, or runs a program that may not be looked at, or the kernel is older than 4.14
+    except OSError:  # it has ended, or runs an inaccessible program, or the kernel is older than 4.14
         return otherwise
     return otherwise
 
 
 class Segment(NamedTuple):
-    """An object of System V: `kind` is `shm`, `msg` or `sem`. `attached`: processes have it, if it is memory."""
+    """An object of System V: `kind` is `shm`, `msg` or `sem`.
+
+    `attached`: processes have attached it, if it is memory.
+    """
 
     kind: str
     number: int
@@ -196,7 +203,10 @@ class Segment(NamedTuple):
 
 
 def read_segments(processes: int) -> list[Segment]:
-    """All of this IPC namespace, of so many processes. Some ten microseconds a kind, and a microsecond each."""
+    """Return all objects of this IPC namespace with this number of processes.
+
+    Some ten microseconds a kind, one each.
+    """
     each_bytes = SEMAPHORE_BYTES + UNDO_BYTES * processes
     found = [
         Segment("shm", row[1], OBJECT_BYTES + row[14] + row[15], attached=row[6] > 0) for row in _read_table("shm")
@@ -210,14 +220,14 @@ def read_segments(processes: int) -> list[Segment]:
 
 
 def held_bytes(segments: Iterable[Segment]) -> int:
-    """Return the bytes of `segments` and of the unnamed files, whether processes have them mapped as well or not."""
+    """Return the bytes of `segments` and of the unnamed files, whether or not processes have mapped them."""
     return sum(segment.bytes for segment in segments) + memory_file_bytes()
 
 
 def attached_bytes(pids: Iterable[int], segments: Iterable[Segment]) -> dict[int, int]:
-    """Return by pid what processes hold by having segments attached beside what they have mapped of them.
+    """Return by pid the bytes that processes hold by attached segments in addition to their mapped part.
 
-    A segment's rest counts for the first of those that hold it. Blocks, milliseconds each.
+    A segment's rest counts for its first holder. Blocks, milliseconds each.
     """
     rest = {segment.number: segment.bytes for segment in segments if segment.attached}
     holders: dict[int, int] = {}
@@ -225,7 +235,7 @@ def attached_bytes(pids: Iterable[int], segments: Iterable[Segment]) -> dict[int
         number = -1
         with suppress(OSError), open(f"/proc/{pid}/smaps", "rb") as file:
             for line in file:
-                if not line[:1].isupper():  # the head of a mapping: an address; what follows begins with its name
+                if not line[:1].isupper():  # the head of a mapping: an address; the following lines begin with a name
                     fields = line.split(None, 5)
                     number = int(fields[4]) if len(fields) > 5 and fields[5].startswith(SEGMENT_PREFIX) else -1
                     if number in rest:
@@ -239,7 +249,7 @@ def attached_bytes(pids: Iterable[int], segments: Iterable[Segment]) -> dict[int
 
 
 def remove_unmapped(segments: Iterable[Segment]) -> None:
-    """Remove those that no process has attached, and empty the unnamed files. Those of another user stay."""
+    """Remove segments that no process has attached, and empty the unnamed files. Segments of another user stay."""
     import ctypes  # here, because few daemons need it
 
     libc = ctypes.CDLL(None)
@@ -268,12 +278,12 @@ class _Found(NamedTuple):
 
 
 class Watchdog:
-    """Watches everything below this process. Lives in `serve`.
+    """Watches all descendants of this process. Lives in `serve`.
 
     Args:
-        writable: the paths whose file systems are looked at, those in memory that can be written.
-        isolated: this process sees, and may signal, nothing but the sandbox.
-        limiter: for threads.
+        writable: paths whose file systems are checked, if they are in memory and writable.
+        isolated: this process sees, and may signal, only the sandbox.
+        limiter: limiter of threads.
     """
 
     def __init__(
@@ -290,11 +300,11 @@ class Watchdog:
         self._limiter = limiter
         self._found: _Found | None = None
         self._disk_bytes = {disk.path: disk.used_bytes for disk in measure_disks(self._writable)}
-        """Used when last looked at, or at the beginning; by path."""
+        """Bytes used at the last check, or at the beginning; by path."""
         self._disk_floor = dict(self._disk_bytes)
         self._devices = frozenset(os.stat(path).st_dev for path in self._disk_bytes)
         self._kernel_bytes: dict[int, int] = {}
-        """By process id, when last looked at; see `Holdings`."""
+        """By process id, at the last check; see `Holdings`."""
         self._files = 0
         self._mappings: dict[int, Mappings] = {}
         self._buried_looks = 0
@@ -314,7 +324,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count an action as running during the block: the limits are then checked often."""
+        """Count an action as running during the block, so that the limits are checked often."""
         self._actions += 1
         self._acted.set()
         self._acted = trio.Event()
@@ -324,12 +334,12 @@ class Watchdog:
             self._actions -= 1
 
     def judge(self, call: SandboxCall, result: SandboxReply) -> SandboxReply:
-        """Return the result with the limit that was exceeded since the last one, if any, and forget that."""
+        """Return the result with the limit that was exceeded since the last one, if any, and reset that."""
         if not isinstance(result, BashResult | CellResult | ExecResult):
             return result
         found, self._found = self._found, None
         if found is not None and found.breach == "memory" and memory_file_bytes() > _MIB:
-            empty_memory_files()  # whoever wrote to them when they were emptied went on
+            empty_memory_files()  # their writer continued after they were emptied
         if found is None:
             found = self._what_else(result, _timeout_s(call))
         if found is None:
@@ -337,7 +347,7 @@ class Watchdog:
         return msgspec.structs.replace(result, breach=found.breach, breach_text=found.text)
 
     async def serve(self) -> None:
-        """Check the limits again and again, often while an action runs. Runs until cancelled."""
+        """Check the limits repeatedly, often during an action. Runs until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._repeat, self._look, BUSY_INTERVAL_S)
             if self._isolated:
@@ -353,12 +363,12 @@ class Watchdog:
             began_s = trio.current_time()
             try:
                 await look()
-            except Exception as exc:  # a look that fails is no end of the sandbox: the next one comes
+            except Exception as exc:  # a failed check does not end the sandbox; the next one follows
                 self._complain(exc)
             pause_s = max(busy_interval_s, LEAST_PAUSE * (trio.current_time() - began_s))
 
     def _complain(self, error: Exception) -> None:
-        """Print the first error: what the tools do may bring about one every time."""
+        """Print the first error, because tools may cause one every time."""
         if not self._has_complained:
             self._has_complained = True
             traceback.print_exception(error, file=sys.stderr)
@@ -383,7 +393,7 @@ class Watchdog:
         await self._look_at_disks()
 
     async def _look_at_holdings(self) -> None:
-        """For what the kernel keeps for processes, of which it has one number for the user, or the machine, or none."""
+        """Check kernel objects that the kernel limits per user, per machine, or not at all."""
         processes = measure_processes(entry.pid for entry in read_process_table().descendants(os.getpid()))
         measure = partial(
             measure_holdings,
@@ -404,7 +414,7 @@ class Watchdog:
             await self._end_all("descriptors", f"all processes were killed: {what}")
 
     def _too_much(self, held: Holdings) -> str:
-        """Return what they hold too much of, in words; empty if nothing."""
+        """Return a description of the exceeded limit, or an empty string."""
         for number, most, what in (
             (held.watches, MAX_WATCHES, "their epoll instances watched {} files"),
             (held.files, MAX_FILES, "they had {} files open"),
@@ -422,7 +432,7 @@ class Watchdog:
         return ""
 
     async def _reduce_memory(self, processes: list[ProcessUsage], segments: list[Segment]) -> None:
-        """Give back what no process holds; then kill the largest, and the next, until the rest keeps to the limit."""
+        """Free memory that no process holds; then kill the largest process, and the next, until the limit is kept."""
         pids = [process.pid for process in processes]
         sizes, attached = await run_blocking(
             lambda: (measure_proportional(processes), attached_bytes(pids, segments)),
@@ -461,7 +471,7 @@ class Watchdog:
                 remove_unmapped(read_segments(len(processes)))
 
     async def _look_at_disks(self) -> None:
-        """For file systems without a size of their own. What frees space is let alone, so that one can clean up."""
+        """Check file systems without their own size. Processes that free space are spared, to allow a clean-up."""
         for disk in measure_disks(self._writable):
             before_bytes = self._disk_bytes.get(disk.path, 0)
             self._disk_bytes[disk.path] = disk.used_bytes
@@ -486,9 +496,9 @@ class Watchdog:
         self._found = _Found(breach, text)
         with trio.move_on_after(KILL_DEADLINE_S):
             if self._isolated:
-                # In one go: nothing forks away from it. It spares the caller and the first process of the namespace. A
-                # shell that is started afterwards is not among those that are waited for.
-                with suppress(ProcessLookupError):  # nobody is left
+                # In one go, so that nothing can fork away. It spares the caller and the namespace's first process. A
+                # shell that is started afterwards is not awaited.
+                with suppress(ProcessLookupError):  # no process is left
                     os.kill(-1, signal.SIGKILL)
                 await wait_until_gone(read_process_table().descendants(os.getpid()))
             else:
@@ -498,9 +508,9 @@ class Watchdog:
         return f"all processes were killed: there were more than {self._limits.max_processes} of them"
 
     def _what_else(self, result: BashResult | CellResult | ExecResult, asked_timeout_s: float) -> _Found | None:
-        """Return what the kernel did, as far as the result shows it.
+        """Return the kernel's action, as far as the result shows it.
 
-        That is the signal that a limit ends a process with, or the error that Python makes of its refusal.
+        This is the signal with which a limit ends a process, or Python's error for the kernel's refusal.
         """
         exit_code = None if isinstance(result, CellResult) else result.exit_code
         error = result.error if isinstance(result, CellResult) else None

@@ -211,7 +211,7 @@ def test_the_limits_are_named_where_the_claim_is_made():
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) < 150
+    assert len(README.splitlines()) <= 120
 
 
 # ---------------------------------------------------------------- configuration

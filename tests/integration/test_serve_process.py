@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import termios
 import urllib.request
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,6 +26,7 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 TOKEN = "a-token-for-tests-0123456789"
+LAUNCH = Path(__file__).parents[2] / "launch"
 CLI = [sys.executable, "-m", "prorl_trio.cli"]
 
 
@@ -147,6 +150,10 @@ async def test_metrics_top_reload_log_and_a_clean_end(tmp_path):
         page = await trio.to_thread.run_sync(lambda: urllib.request.urlopen(request, timeout=30).read())
         assert b'prorl_outcomes_total{cause="",handler="math",status="completed"} 1.0' in page
         assert b"prorl_backend_calls_total{" in page
+        there = re.findall(r"^# TYPE (\w+)", page.decode(), re.MULTILINE)
+        watched = "".join((LAUNCH / "grafana" / name).read_text() for name in ("dashboard.json", "alerts.yaml"))
+        names = set(re.findall(r"\b(?:prorl|process)_\w+", watched)) - {"prorl_trio"}
+        assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in names} <= set(there)
 
         text = node.config.read_text()
         node.config.write_text(text.replace("drain_timeout_s = 60.0", "drain_timeout_s = 7.0"))

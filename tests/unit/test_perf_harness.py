@@ -178,6 +178,8 @@ def test_the_command_line_of_every_benchmark(tmp_path: Path, capsys: pytest.Capt
     assert run_benchmark(benchmark, ["--quick", "--json", str(json_path)]) == 0
     assert run_benchmark(benchmark, []) == 0
     assert seen == [Options(quick=True, json_path=json_path), Options(quick=False, json_path=None)]
+    assert run_benchmark(benchmark, ["--plot", str(tmp_path / "plot.svg")]) == 0
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
     assert json.loads(json_path.read_text()) == report().metrics()
     printed = capsys.readouterr().out
     assert "a title" in printed

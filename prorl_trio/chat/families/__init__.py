@@ -1,1 +1,1 @@
-"""The model families: how each writes tool calls and reasoning, and how it is told from its template."""
+"""The model families: the syntax of their tool calls and reasoning, and how to detect them by their template."""

@@ -1,4 +1,4 @@
-"""Names and arguments of tool calls: checked, typed, and such that they can be sent on in msgpack."""
+"""Names and arguments of tool calls: checked, typed, and encodable in msgpack."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ MAX_ARGUMENT_NESTING = 64
 """Levels of lists and objects inside arguments."""
 
 Tools = Collection[str]
-"""The names a call may have; as a mapping, each with the JSON schema of its parameters, by which a syntax that writes
-values without quotes types them."""
+"""The names that a call may have. A mapping also has the JSON schema of each tool's parameters, which determines the
+types of unquoted values."""
 
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 SHORT_DIGITS = 19
-"""An integer with fewer fits in 64 bits."""
+"""An integer with fewer digits fits in 64 bits."""
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,200})"')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LITERALS = {"True": True, "False": False, "None": None}
 
 
 class Malformed(Exception):
-    """A call that cannot be understood; the message is for the policy.
+    """A call that cannot be parsed; the message is for the policy.
 
     Attributes:
-        at: where it breaks, in the text that was read; 0 where that is not known.
+        at: the position of the error in the text, or 0 if unknown.
     """
 
     def __init__(self, message: str, at: int = 0) -> None:
@@ -44,7 +44,7 @@ def skip_space(text: str, position: int) -> int:
 
 
 def failed_call(raw: str, reason: str, expected: str, name: str = "") -> ToolCall:
-    """Return the call that `raw` was meant to be, with an error that tells the policy how to write it."""
+    """Return `raw` as a failed call, with an error that shows the policy how to write it."""
     named = _NAME.search(raw)
     return ToolCall(
         name=name or (named[1] if named else ""), arguments={}, raw=raw, error=f"{reason}; expected {expected}"
@@ -52,7 +52,7 @@ def failed_call(raw: str, reason: str, expected: str, name: str = "") -> ToolCal
 
 
 def checked_name(name: Any, tools: Tools) -> str:
-    """Return `name` if it is a tool's. Raises Malformed with the names there are."""
+    """Return `name` if a tool has it. Raises Malformed with the existing names."""
     if not isinstance(name, str) or not name:
         raise Malformed('the tool call has no "name"')
     if name not in tools:
@@ -88,10 +88,10 @@ def read_call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
 
 
 def typed_value(text: str, tools: Tools, name: str, key: str) -> Any:
-    """Return the argument written as `text` without quotes, of the type that the tool's schema gives it.
+    """Return the argument written as `text` without quotes, with the type in the tool's schema.
 
-    Text for a parameter that may be a string and nothing else stays as it is. Otherwise it is read as JSON; what is no
-    JSON, or of another type where a string is allowed too, is a string. Raises Malformed where it could not be sent.
+    Text for a parameter that may only be a string is left unchanged. Otherwise it is parsed as JSON. If it is not JSON,
+    or has a type that is not allowed while a string is, it is a string. Raises Malformed if msgpack cannot encode it.
     """
     check_portable(text)
     types = _schema_types(tools, name, key)
@@ -108,7 +108,7 @@ def typed_value(text: str, tools: Tools, name: str, key: str) -> Any:
 
 
 def _schema_types(tools: Tools, name: str, key: str) -> set[str]:
-    """Return the JSON types the schema allows for a parameter; empty if it does not say."""
+    """Return the JSON types that the schema allows for a parameter; empty if unspecified."""
     schema = tools.get(name) if isinstance(tools, Mapping) else None
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return _types(properties.get(key)) if isinstance(properties, Mapping) else set()
@@ -136,20 +136,19 @@ def _json_types(value: Any) -> set[str]:
 
 
 def _kind(value: Any) -> str:
-    """Return JSON's word for the type of `value`."""
     return {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
-# ---------------------------------------------------------------- JSON that can travel
+# ---------------------------------------------------------------- JSON that msgpack can encode
 
 
 def decode_json(text: str, start: int) -> tuple[Any, int]:
-    """Decode the JSON value at `start`; return it and where it ends. Raises Malformed, with the position in the value.
+    """Decode the JSON value at `start`; return it and its end. Raises Malformed, with the position in the value.
 
-    A reader that looks for JSON in a text goes on where this one broke (`Malformed.at`), so that no text is read twice.
+    A reader that searches a text for JSON continues after the error (`Malformed.at`), so that it reads no text twice.
 
-    Stricter than JSON in one way: what could not be sent on in msgpack (64-bit integers, finite floats, valid Unicode)
-    is refused here, where the policy can be told.
+    It is stricter than JSON: values that msgpack cannot encode are refused here, where the policy sees the error. They
+    need 64-bit integers, finite floats and valid Unicode.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -164,7 +163,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
 
 
 def check_portable(value: Any, levels_left: int = MAX_ARGUMENT_NESTING) -> None:
-    """Raise Malformed if `value` could not be sent on in msgpack, or has more levels of lists and objects."""
+    """Raise Malformed if msgpack cannot encode `value`, or if it has too many levels of lists and objects."""
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise Malformed("invalid JSON: half of a surrogate pair in a string")
@@ -210,7 +209,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def add_once(arguments: dict[str, Any], key: str, value: Any) -> None:
-    """Set an argument. Raises Malformed if it is there already: which one was meant, nobody can tell."""
+    """Set an argument. Raises Malformed if it is already set, because the intended value is ambiguous."""
     if key in arguments:
         raise Malformed(f"{key[:40]!r} is there twice")
     arguments[key] = value

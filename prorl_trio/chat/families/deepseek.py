@@ -1,4 +1,4 @@
-"""DeepSeek's calls: between their own tokens in V3, R1 and V3.1, in DSML from V3.2 on."""
+"""DeepSeek's calls: between special tokens in V3, R1 and V3.1, in DSML from V3.2 on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model families we know, and how one is told from its chat template."""
+"""The known model families, and how to detect a family by its chat template."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from prorl_trio.types.errors import ConfigError
 
 
 class Family(NamedTuple):
-    """The facts about a family that its template does not say.
+    """The facts about a family that its template does not contain.
 
     Attributes:
-        name: as `[model] family` of node.toml has it.
-        signs: what its template contains: all of these.
-        syntax: how it writes tool calls and reasoning.
-        markup: control tokens that an assistant says inside its turn: text, not structure of the dialogue.
-        ends: the tokens that end its turns, where these are not what its template closes them with. One that was
-            sampled stands in for the template's.
+        name: the value of `[model] family` in node.toml.
+        signs: texts that its template must all contain.
+        syntax: its syntax of tool calls and reasoning.
+        markup: control tokens that an assistant writes inside its turn: text, not structure of the dialogue.
+        ends: the tokens that end its turns, if they differ from the template's closing. A sampled one replaces the
+            template's.
     """
 
     name: str
@@ -96,14 +96,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("chatml", ("<|im_start|>",), HERMES),
     Family("generic", (), HERMES),
 )
-"""From the most particular to the one that every model is."""
+"""From the most specific family to a family for every other model."""
 
 
 def choose_family(name: str, template: str) -> Family:
     """Return the family called `name`; without a name, the first whose signs are all in `template`.
 
     Raises:
-        ConfigError: no family is called that.
+        ConfigError: the name is unknown.
     """
     known = {family.name: family for family in FAMILIES}
     if name and name not in known:

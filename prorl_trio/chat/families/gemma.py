@@ -1,4 +1,4 @@
-"""Gemma 4's calls, `<|tool_call>call:tool{key:<|"|>value<|"|>}<tool_call|>`. Gemma 3 has no syntax of its own."""
+"""Gemma 4's calls, `<|tool_call>call:tool{key:<|"|>value<|"|>}<tool_call|>`. Gemma 3 lacks its own syntax."""
 
 from __future__ import annotations
 

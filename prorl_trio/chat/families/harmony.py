@@ -1,4 +1,4 @@
-"""gpt-oss' turns (the harmony format): messages on channels, some of them addressed to a tool."""
+"""Turns of gpt-oss (the harmony format): messages on channels, some addressed to a tool."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HEADER = re.compile(
 )
 _END = re.compile(r"<\|(?:end|call|return)\|>(?=\s*(?:<\|start\|>|<\|channel\|>|\Z))")
 _BROKEN = re.compile(r"(?:<\|start\|>)?[^<]*(?:<\|channel\|>)?")
-"""The beginning of a header that a new one cannot begin in."""
+"""The beginning of a broken header, up to where a new header can begin."""
 _NEXT = re.compile(r"(?=<\|start\|>|<\|channel\|>)|<\|(?:end|call|return)\|>")
 _MARKS = re.compile(r"<\|(?:start|channel|constrain|end|call|return)\|>")
 MAX_MESSAGES = 500
-"""Messages of one turn that are read, broken ones included."""
+"""Limit of messages read in one turn, including broken ones."""
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _EXPECTED = "<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
 
@@ -52,7 +52,7 @@ def _whole_turn(text: str, tools: Tools) -> SpokenTurn:
         recipient = _RECIPIENT.search(header["role"]) or _RECIPIENT.search(header["channel"] or "")
         channel = (header["channel"] or "").split()
         if recipient is None and not text.startswith("<|start|>", position) and "to=" not in header["role"]:
-            content.append(header["role"])  # of a turn that begins without a header
+            content.append(header["role"])  # the turn began without a header
         if recipient is not None:
             name = recipient[1].removeprefix("functions.")
             calls.append(_call(name, body, text[position:stop], tools))
@@ -65,14 +65,14 @@ def _whole_turn(text: str, tools: Tools) -> SpokenTurn:
 
 
 def _after_broken(text: str, position: int) -> int:
-    """Return where the next message may begin after one with a broken header: it costs no other."""
+    """Return where the next message may begin after a broken header, without losing another message."""
     broken = _BROKEN.match(text, position)
     following = _NEXT.search(text, max(position + 1, broken.end() if broken else 0))
     return len(text) if following is None else following.end()
 
 
 def _broken_call(broken: str) -> str | None:
-    """Return the tool that a message without `<|message|>` was to call; None if it has no arguments, or no tool."""
+    """Return the tool that a message without `<|message|>` addressed; None if it lacks arguments or a tool."""
     called = _RECIPIENT.search(_MARKS.sub(" ", broken))
     if called is None or not called[1].startswith("functions.") or "{" not in broken:
         return None

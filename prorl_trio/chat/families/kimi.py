@@ -1,4 +1,4 @@
-"""Kimi's calls: JSON after `functions.tool:0` in K2, elements of one argument each in K3."""
+"""Kimi's calls: JSON after `functions.tool:0` in K2, one element for each argument in K3."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ def _read_k3(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
 
 
 def _k3_arguments(text: str, position: int, tools: Tools, name: str) -> tuple[dict[str, Any], int]:
-    """Return the arguments that begin at `position`, and where the call ends. Raises Malformed."""
     arguments: dict[str, Any] = {}
     while (opened := _K3_ARGUMENT.match(text, position)) is not None:
         attributes = _attributes(opened[1])

@@ -1,4 +1,4 @@
-"""Nested literals as two families write them: Python's (Llama), and Gemma 4's, whose strings are between `<|"|>`."""
+"""Nested literals in two notations: Python's (Llama), and Gemma 4's, with strings between `<|"|>`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": Fal
 
 
 class Notation(NamedTuple):
-    """A way of writing strings and keys. `string` has the content in its one group that matched."""
+    """A notation of strings and keys. The one group of `string` that matched has the content."""
 
     string: re.Pattern[str]
     bare_key: re.Pattern[str]
@@ -28,14 +28,14 @@ PYTHON = Notation(
 )
 GEMMA = Notation(re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL), re.compile(r"[^:{}\[\],]{1,200}"), escapes=False)
 MAX_VALUES = 4000
-"""Values of one call that are read."""
+"""Limit of values read in one call."""
 _BARE = re.compile(r"[^\s,()\[\]{}:'\"<]{1,64}")
 
 
 def read_value(
     text: str, position: int, notation: Notation, values: Iterator[int], levels_left: int = MAX_ARGUMENT_NESTING
 ) -> tuple[Any, int]:
-    """Return the value at `position` and where it ends. Raises Malformed. `values` counts those that were read."""
+    """Return the value at `position` and its end. Raises Malformed. `values` counts the values read."""
     if next(values, None) is None:
         raise Malformed(f"more than {MAX_VALUES} values")
     position = skip_space(text, position)
@@ -69,7 +69,7 @@ def read_pairs(
     values: Iterator[int] | None = None,
     levels_left: int = MAX_ARGUMENT_NESTING,
 ) -> tuple[dict[str, Any], int]:
-    """Return the pairs (key, `sign`, value) up to `close` as an object, and where it ends. Raises Malformed."""
+    """Return the pairs (key, `sign`, value) up to `close` as an object, and its end. Raises Malformed."""
     values = iter(range(MAX_VALUES)) if values is None else values
     pairs: dict[str, Any] = {}
     while not text.startswith(close, position := skip_space(text, position)):

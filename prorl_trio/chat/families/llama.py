@@ -1,4 +1,4 @@
-"""Llama's calls: JSON objects, Python calls in a list (Llama 4), or, of models trained on it, others' tags."""
+"""Llama's calls: JSON objects, a list of Python calls (Llama 4), or the tags of models that derive from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prorl_trio.chat.families.xml import QWEN_XML
 from prorl_trio.types.models import ToolCall
 
 MAX_CALLS = 200
-"""Calls that are read at once: more than a turn may have (`tool_calls.MAX_TOOL_CALLS_PER_TURN`)."""
+"""Limit of calls read at once, above the limit for a turn (`tool_calls.MAX_TOOL_CALLS_PER_TURN`)."""
 _MARK = re.compile(r"(?:<\|python_tag\|>|<\|python_start\|>)\s*")
 _FENCE = re.compile(r"[ \t]*```(?:json)?[ \t]*\n\s*")
 _OPENING = re.compile(
@@ -39,7 +39,7 @@ _EXPECTED_PYTHONIC = "[tool(key=value)]"
 
 
 def _read(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
-    """Read the calls at `start`. JSON without a mark is a call where a line begins with it, if it names a tool."""
+    """Read the calls at `start`. Unmarked JSON is a call if a line begins with it and it names a tool."""
     if text.startswith(("<tool_call>", "<tools>"), start):
         return HERMES.read(text, start, tools)
     if text.startswith("<function=", start):
@@ -61,7 +61,7 @@ def _read(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | None, i
 
 
 def _read_objects(text: str, position: int, tools: Tools, *, marked: bool) -> tuple[list[ToolCall], int]:
-    """Read objects, or lists of them, one after another. Without calls there is only content up to what is returned."""
+    """Read objects, or lists of objects, in sequence. Without calls, the text up to the returned end is content."""
     calls: list[ToolCall] = []
     while True:
         start = position
@@ -97,7 +97,7 @@ def _names_a_tool(value: dict[str, object], tools: Tools) -> bool:
 
 
 def _read_function(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
-    """Read `<function=tool>{...}</function>`, or Qwen3-Coder's form, which begins alike."""
+    """Read `<function=tool>{...}</function>`, or Qwen3-Coder's form, which has the same beginning."""
     head = _FUNCTION.match(text, start)
     if head is None:
         return QWEN_XML.read(text, start, tools)
@@ -115,7 +115,6 @@ def _read_function(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] 
 
 
 def _read_lfm2(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read Python calls in a list between LFM2's own tokens."""
     body = start + len(_LFM2_START)
     end = text.find(_LFM2_END, body)
     after = len(text) if end < 0 else end + len(_LFM2_END)
@@ -140,7 +139,7 @@ def _after_end(text: str, position: int) -> int:
 
 
 def _pythonic_turn(text: str, tools: Tools) -> SpokenTurn | None:
-    """Read a turn that is nothing but Python calls in a list; None for any other."""
+    """Read a turn that consists only of a list of Python calls; None for any other turn."""
     body = text.strip()
     if not _PYTHONIC.match(body):
         return None
@@ -149,7 +148,7 @@ def _pythonic_turn(text: str, tools: Tools) -> SpokenTurn | None:
 
 
 def _read_pythonic(body: str, tools: Tools) -> list[ToolCall]:
-    """Read `[f(a=1), g()]`. The list is one value: where it is broken or breaks off, none of its calls was made."""
+    """Read `[f(a=1), g()]`. The list is one value: if any part is broken or missing, it contains no calls."""
     calls: list[ToolCall] = []
     position = 1
     while True:

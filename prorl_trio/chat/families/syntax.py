@@ -1,4 +1,4 @@
-"""The parts of a syntax of tool calls, and the syntax that most models are trained on."""
+"""The parts of a tool-call syntax, and the most common syntax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THINK = {"<think>": "</think>"}
 
 
 class SpokenTurn(NamedTuple):
-    """An assistant turn taken apart. `reasoning` was inside `<think>`; `content` is the rest of the text."""
+    """A parsed assistant turn. `reasoning` was inside `<think>`; `content` is the rest of the text."""
 
     content: str
     reasoning: str
@@ -27,14 +27,14 @@ class CallSyntax(NamedTuple):
 
     Attributes:
         opening: matches where a call, or a bracket around calls, begins.
-        read: given the text, such a place and the tools, returns the calls there (none for a bracket, one with an error
-            where it cannot be understood) and where the text goes on, which is further on. Never raises. None for the
-            calls: what is between these places is content.
-        thoughts: what opens reasoning, and what closes it.
-        whole_turn: for turns that are built otherwise: given the text after the reasoning that comes first, and the
-            tools, returns all of it, or None for a turn that is built like others.
-        closing: what is sampled last of a call, or of the bracket around calls; empty where nothing but the end of the
-            turn marks it. All of them end with `>`.
+        read: takes the text, such a position and the tools; returns the calls there and the position after them, which
+            is always larger. A bracket contains no calls; an unreadable call has an error. Never raises. None
+            means content.
+        thoughts: opening and closing tags of reasoning.
+        whole_turn: for turns with another structure: takes the text after the initial reasoning, and the tools; returns
+            the whole turn, or None for a turn with the usual structure.
+        closing: the last sampled text of a call, or of the bracket around calls; empty if only the end of the turn
+            marks it. Always ends with `>`.
     """
 
     opening: re.Pattern[str]
@@ -51,11 +51,11 @@ _EXPECTED = '<tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'
 
 
 def read_tagged_json(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read the call whose `<tool_call>` is at `start`. Return it, and where the text goes on. See `CallSyntax.read`.
+    """Read the call whose `<tool_call>` is at `start`. Return it and the position after it. See `CallSyntax.read`.
 
-    There is always one call; it has an `error` if it cannot be understood. The JSON decides where it ends, so that
-    arguments may contain `</tool_call>`. Only where the JSON is broken, or other text follows it, the closing tag does,
-    or the next `<tool_call>` if that comes first, or else the end of the text.
+    There is always one call; an unreadable call has an `error`. The JSON determines its end, so that arguments may
+    contain `</tool_call>`. If the JSON is broken, or other text follows it, the call ends at the closing tag, the next
+    `<tool_call>`, or the end of the text, whichever comes first.
     """
     body_start = skip_space(text, start + len(_OPEN))
     end = -1
@@ -70,7 +70,7 @@ def read_tagged_json(text: str, start: int, tools: Tools) -> tuple[list[ToolCall
 
 
 def _decode_call(text: str, body_start: int) -> tuple[Any, int]:
-    """Decode the object after a `<tool_call>`; return it and where the call ends. Raises Malformed."""
+    """Decode the object after a `<tool_call>`; return it and the end of the call. Raises Malformed."""
     value, end = decode_json(text, body_start)
     end = skip_space(text, end)
     if text.startswith(_CLOSE, end):
@@ -90,9 +90,9 @@ def _broken_end(text: str, body_start: int) -> int:
 
 
 def read_json_list(text: str, start: int, body: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read the calls of a JSON list, or of one object, at `body`, which begins a bracket at `start`.
+    """Read the calls of a JSON list, or of one object, at `body`, in a bracket that begins at `start`.
 
-    They end with `closing`, or with the text. Where the JSON is broken, none of its calls was made.
+    They end with `closing`, or with the text. Broken JSON contains no calls.
     """
     try:
         value, end = decode_json(text, body := skip_space(text, body))
@@ -116,7 +116,7 @@ def read_json_list(text: str, start: int, body: int, closing: str, tools: Tools)
 
 
 def function_of(value: Any) -> Any:
-    """Return the call in a decoded object: OpenAI's format has it inside `function`."""
+    """Return the call in a decoded object; OpenAI's format has it inside `function`."""
     inner = value.get("function") if isinstance(value, dict) and "name" not in value else None
     return inner if isinstance(inner, dict) else value
 
@@ -127,7 +127,7 @@ def _named(value: Any) -> str:
 
 
 def _read_hermes(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
-    """Read a call in `<tool_call>`, or in `<tools>`, which Qwen2.5-Coder writes, too; there a schema is no call."""
+    """Read a call in `<tool_call>`, or in `<tools>`, which Qwen2.5-Coder also writes; a schema there is not a call."""
     if text.startswith(_OPEN, start):
         return read_tagged_json(text, start, tools)
     body = skip_space(text, start + len(_TOOLS))
@@ -145,5 +145,5 @@ def _read_hermes(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | 
 
 _TOOLS, _END_TOOLS = "<tools>", "</tools>"
 HERMES = CallSyntax(re.compile(rf"{_OPEN}|{_TOOLS}(?=\s*\{{\s*\")"), _read_hermes, closing=_CLOSE)
-"""`<tool_call>` around a JSON object: Qwen2.5, Qwen3, SmolLM, Hermes, and what is written into the system message for a
-template that renders no tools."""
+"""`<tool_call>` around a JSON object: Qwen2.5, Qwen3, SmolLM, Hermes, and the syntax described in the system message if
+a template renders no tools."""

@@ -1,4 +1,4 @@
-"""Calls between tags with one argument in each, whose values are not quoted: Qwen3-Coder's and its relatives'."""
+"""Calls between tags with one unquoted argument in each: the syntax of Qwen3-Coder and related models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from prorl_trio.types.models import ToolCall
 class _Tags(NamedTuple):
     """A dialect of XML-like calls. `key` and `close` consume the space after them; `value_end` ends a value.
 
-    A value may contain anything, its own end tag included: it ends at the first one that something sensible follows.
-    `call_end` may be a group of several tags; `stray` is where reading goes on after a broken call.
+    A value may contain anything, including its own end tag: it ends at the first end tag with a valid continuation.
+    `call_end` may be a group of several tags; after a broken call, reading continues at `stray`.
     """
 
     head: re.Pattern[str]
@@ -35,7 +35,6 @@ class _Tags(NamedTuple):
 
 
 def _functions(opening: str, closing: str) -> _Tags:
-    """Return Qwen3-Coder's tags, between `opening` and `closing`."""
     return _Tags(
         head=re.compile(rf"(?:{opening}\s*)?<function=([^<>\n]{{1,200}})>\s*"),
         key=re.compile(r"<parameter=([^<>\n]{1,200})>"),
@@ -51,7 +50,7 @@ def _functions(opening: str, closing: str) -> _Tags:
 
 
 def _invocations(prefix: str, stray: str, opening: str = "") -> _Tags:
-    """Return tags like `<invoke name="tool">`, whose names have a `prefix`, and which may have to follow `opening`."""
+    """Return tags like `<invoke name="tool">` with a name `prefix`, which must follow `opening` if it is given."""
     quoted = r"""(?:"([^"<>\n]{1,200})"|'([^'<>\n]{1,200})'|([^\s"'<>]{1,200}))\s*>"""
     return _Tags(
         head=re.compile(rf"{opening}<{prefix}invoke\s+name\s*=\s*{quoted}\s*"),
@@ -114,14 +113,14 @@ def _read_step3(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], in
 
 
 def _read_in_brackets(tags: _Tags, opening: str, text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read the call that `opening` begins at `start`, or pass over the bracket that is there instead."""
+    """Read the call that `opening` begins at `start`, or skip the bracket there."""
     if text.startswith(opening, start):
         return _read(tags, text, start, tools)
     return [], text.index(">", start) + 1
 
 
 def _read_hunyuan(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read a JSON list in `<tool_calls>`, or calls between GLM's tags in it."""
+    """Read a JSON list in `<tool_calls>`, or calls between GLM's tags inside `<tool_calls>`."""
     if text.startswith("<tool_call>", start):
         return _read_glm(text, start, tools)
     body = text.index(">", start) + 1
@@ -157,7 +156,6 @@ def _read(tags: _Tags, text: str, start: int, tools: Tools) -> tuple[list[ToolCa
 
 
 def _arguments(tags: _Tags, text: str, position: int, tools: Tools, name: str) -> tuple[dict[str, Any], int]:
-    """Return the arguments that begin at `position`, and where the call ends. Raises Malformed."""
     arguments: dict[str, Any] = {}
     while (key := tags.key.match(text, position)) is not None:
         end = tags.value_end.search(text, key.end())
@@ -179,12 +177,12 @@ def _arguments(tags: _Tags, text: str, position: int, tools: Tools, name: str) -
 
 
 def _first(match: re.Match[str]) -> str:
-    """Return the first group that has matched: names may be in quotes of two kinds, or in none."""
+    """Return the first matched group: names may be in two kinds of quotes, or unquoted."""
     return next(group for group in match.groups() if group is not None)
 
 
 def _stated(name: str, key: str, is_string: bool) -> Tools:
-    """Return a schema for one parameter whose type the call itself tells."""
+    """Return a schema for one parameter whose type is stated in the call itself."""
     return {name: {"properties": {key: {"type": "string"} if is_string else {}}}}
 
 
@@ -211,4 +209,4 @@ STEP3 = CallSyntax(
 """Step3: `<steptml:invoke>` with `<steptml:parameter>`, each call between the family's own tokens."""
 
 HUNYUAN = CallSyntax(re.compile("</?tool_calls>|<tool_call>"), _read_hunyuan, closing="</tool_calls>")
-"""Hunyuan: a JSON list in `<tool_calls>`, or, since V3, `<tool_call>tool<tool_sep>` with GLM's arguments in it."""
+"""Hunyuan: a JSON list in `<tool_calls>`, or, since V3, `<tool_call>tool<tool_sep>` with GLM's arguments inside."""

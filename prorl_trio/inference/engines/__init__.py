@@ -1,1 +1,1 @@
-"""Clients of inference engines: the protocol that each fulfils, and the servers they speak to."""
+"""Clients of inference engines: their common protocol, and one client per kind of server."""

@@ -1,4 +1,4 @@
-"""The checks of an engine's answer before it is believed: ids and log-probabilities for training, equal counts."""
+"""Validation of an engine's answer: ids and log-probabilities must be usable for training, and counts must agree."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ MAX_LOGPROB = 1e-3
 """A log-softmax in low precision may round to just above 0."""
 
 CLAMPED_LOGPROB = -9999.0
-"""vLLM's word for minus infinity: a sampled token of probability 0, so nothing to train on."""
+"""vLLM's value for minus infinity: the sampled token had probability 0, so it cannot be trained on."""
 
 CERTAIN_LOGPROB = -1e-5
-"""A model that is given a nonsense prompt is never surer of its next token than this."""
+"""After a nonsense prompt, a model's log-probability of its next token always lies below this."""
 
 HOT_TOLERANCE = 0.15
-"""Between two runs of a bfloat16 engine. Twice the temperature moves an uncertain token by more."""
+"""Tolerance between two runs of a bfloat16 engine. Doubling the temperature changes an uncertain token by more."""
 
 MAX_ERROR_CHARS = 1000
 
 REFUSED_STATUSES = frozenset({400, 413, 422})
-"""What was asked for is no valid request: it says nothing of the engine's health."""
+"""The request is invalid; these statuses are unrelated to the engine's health."""
 
 UNNAMED = "0"
-"""The version of weights that nobody gave a name. vLLM and SGLang call it `default`."""
+"""The version of unnamed weights. vLLM and SGLang call it `default`."""
 
 _NOT_SAID = (msgspec.Raw(), msgspec.Raw(b"null"))
 
@@ -51,40 +51,40 @@ _CONTEXT_LIMIT = re.compile(r"(?:maximum (?:context|model) length|context length
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """The answer of `POST /tokenize`, of vLLM and SGLang."""
+    """The answer of `POST /tokenize`, for vLLM and SGLang."""
 
     tokens: list[TokenId]
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """The words of a server."""
+    """The server's error message."""
 
     message: str
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of an error answer."""
+    """The body of an error response."""
 
     error: ErrorDetail
 
 
 class ContractBroken(ValueError):
-    """An answer that cannot be trusted token for token. The message says why."""
+    """The engine's answer cannot be trusted token for token. The message contains the reason."""
 
 
 class NotStreamed(ContractBroken):
-    """An answer in one piece, or none at all, to a request for a stream."""
+    """The engine did not stream although a stream was requested."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt's ids as an engine gets them.
+    """A prompt's ids in the form in which an engine gets them.
 
-    Thousands wait for their completions at once, and a list of ids is seven times as large, has to be walked through by
-    each search for garbage, and to be made again from what is sent back.
+    Thousands of prompts wait for completions at once. A list of ids takes seven times the memory, is traversed by each
+    garbage collection, and would be parsed again from the echoed prompt.
 
     Attributes:
         text: a JSON list of ids, without spaces.
-        tokens: how many.
+        tokens: number of ids.
     """
 
     text: msgspec.Raw
@@ -97,10 +97,10 @@ class Prompt(msgspec.Struct, frozen=True):
         return cls(msgspec.Raw(msgspec.json.encode(ids)), len(ids))
 
     def check(self, read: msgspec.Raw) -> None:
-        """Check that the engine has read this prompt: `read` is the JSON of the one it says; nothing, or null, if none.
+        """Check that the engine has read this prompt. `read` is the echoed prompt as JSON; null or empty without echo.
 
         Raises:
-            ContractBroken: it is another one.
+            ContractBroken: the engine read another prompt.
         """
         if read == self.text or read in _NOT_SAID:
             return
@@ -108,17 +108,17 @@ class Prompt(msgspec.Struct, frozen=True):
             ids = msgspec.json.decode(read, type=list[int])
         except msgspec.MsgspecError as exc:
             raise ContractBroken(f"the prompt it says it has read is no list of ids: {exc}") from exc
-        if Prompt.of(ids) != self:  # where there are spaces in it
+        if Prompt.of(ids) != self:  # the JSON contains spaces
             raise ContractBroken(
                 f"it drops token ids or changes them: sent a prompt of {self.tokens}, it read one of {len(ids)}"
             )
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it goes to the engine that `info` is known of, to hold the answer against. See `CompletionRequest`.
+    """A request sent to the engine described by `info`; answers are checked against it. See `CompletionRequest`.
 
-    `probing`: sample past the end of turn, and send nothing a second time. `adapter`: the LoRA adapter to sample with;
-    empty: none.
+    `probing`: sample past the end of turn, and do not retry. `adapter`: the LoRA adapter to sample with; empty for
+    none.
     """
 
     prompt: Prompt
@@ -145,13 +145,13 @@ def checked_completion(
     label: str = "",
     dropped: int = 0,
 ) -> Completion:
-    """Return the completion, if everything about it agrees.
+    """Return the completion if all its parts agree.
 
-    `sampled` is the engine's own count; `versions` are its runs of `(version of the weights, start, end)`, if it tells,
-    and `label` the version at the end, if it tells no more than that; `dropped` see `Completion`.
+    `sampled` is the engine's own count. `versions` are its runs of `(version of the weights, start, end)`, if it
+    reports them. `label` is the version at the end, for engines that report only that. For `dropped` see `Completion`.
 
     Raises:
-        ContractBroken: it does not.
+        ContractBroken: the parts disagree.
     """
     if not len(token_ids) == len(logprobs) == sampled:
         raise ContractBroken(
@@ -187,10 +187,10 @@ def checked_completion(
 
 
 def logprob_kind(plain: Sequence[float], hot: Sequence[float]) -> LogprobKind:
-    """Return which distribution log-probabilities are of that were sampled with `top_k` 1 after a nonsense prompt.
+    """Return the distribution that log-probabilities refer to, given samples with `top_k` 1 after a nonsense prompt.
 
-    Of what `top_k` left there is one token, of log-probability 0: these are `processed`. So are those that change, for
-    the same first token, with the temperature: 1 in `plain`, 2 in `hot`.
+    `top_k` 1 leaves a single token; a log-probability of 0 means `processed`. The kind is also `processed` if the value
+    for the same first token changes with the temperature, which is 1 in `plain` and 2 in `hot`.
     """
     if min(plain) >= CERTAIN_LOGPROB or abs(plain[0] - hot[0]) > HOT_TOLERANCE:
         return "processed"
@@ -198,12 +198,12 @@ def logprob_kind(plain: Sequence[float], hot: Sequence[float]) -> LogprobKind:
 
 
 def label_of(told: str | None) -> str:
-    """Return an engine's name for its weights: nothing if it says nothing, `0` if nobody gave them a name."""
+    """Return an engine's name for its weights: empty if it reports none, `0` if the weights are unnamed."""
     return UNNAMED if told == "default" else told or ""
 
 
 def error_message(body: bytes) -> str:
-    """Return the server's own words in an error answer, or the beginning of whatever else it sent."""
+    """Return the server's message in an error response, or the beginning of any other body."""
     try:
         message = msgspec.json.decode(body, type=ErrorBody).error.message
     except msgspec.MsgspecError:
@@ -212,7 +212,7 @@ def error_message(body: bytes) -> str:
 
 
 def is_refusal(error: bytes) -> bool:
-    """Return whether an error that came inside a stream is one of the request, and not of the engine."""
+    """Return whether an error inside a stream is due to the request rather than the engine."""
     try:
         told = msgspec.json.decode(error)
         return told.get("error", told).get("code") in REFUSED_STATUSES
@@ -221,6 +221,6 @@ def is_refusal(error: bytes) -> bool:
 
 
 def context_limit(message: str) -> int | None:
-    """Return the context length, in tokens, that an error message says was exceeded, else None."""
+    """Return the context length (in tokens) that an error message reports as exceeded, else None."""
     match = _CONTEXT_LIMIT.search(message)
     return int(match[1]) if match else None

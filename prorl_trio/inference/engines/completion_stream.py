@@ -1,4 +1,4 @@
-"""A streamed completion: server-sent events in, exact tokens out, as they come."""
+"""A streamed completion: server-sent events in, exact tokens out, as they arrive."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import Completion
 
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
-"""For one event: an SGLang's has all tokens so far, of up to 40 bytes each."""
+"""Limit for one event. An event of SGLang contains all tokens so far, with up to 40 bytes each."""
 
 _DONE: Final = b"[DONE]"
 _ERRORS: Final = (b'{"error"', b'{"object":"error"', b'{"object": "error"')
-"""Engines of different ages word it differently."""
+"""The wording depends on the engine's version."""
 
 
 class StreamPart(NamedTuple):
     """The content of one event.
 
     Attributes:
-        token_ids, logprobs: those that are new.
-        finish_reason: None until the engine says it; a later None does not take it back.
-        sampled: the engine's own count of all so far; None where the event has none.
-        versions: runs of `(version of the weights, start, end)` over all so far; empty where the event has none.
-        label: what the engine called its weights as it sent this; empty where it does not say.
+        token_ids, logprobs: the new tokens.
+        finish_reason: None until the engine reports it; a later None does not revoke it.
+        sampled: the engine's own count of all tokens so far; None if the event lacks it.
+        versions: runs of `(version of the weights, start, end)` over all tokens so far; empty if the event lacks them.
+        label: the engine's name for its weights when it sent this event; empty if unreported.
     """
 
     token_ids: list[int]
@@ -42,7 +42,7 @@ class StreamPart(NamedTuple):
 
 
 class EventLines:
-    """Splits a stream of server-sent events into the data of each. Holds `MAX_EVENT_BYTES` at most."""
+    """Splits a stream of server-sent events into the data of each event. Buffers at most `MAX_EVENT_BYTES`."""
 
     def __init__(self) -> None:
         self._begun: list[bytes] = []
@@ -52,7 +52,7 @@ class EventLines:
         """Return the data of every event that `received` completes.
 
         Raises:
-            ContractBroken: one is larger than `MAX_EVENT_BYTES`.
+            ContractBroken: an event is larger than `MAX_EVENT_BYTES`.
         """
         *lines, rest = received.split(b"\n")
         if lines:
@@ -66,12 +66,12 @@ class EventLines:
 
 
 class CompletionStream:
-    """Collects one streamed completion. `feed` is what `HttpClient.request` calls with each piece of the body."""
+    """Collects one streamed completion. `HttpClient.request` calls `feed` with each piece of the body."""
 
     def __init__(self, wanted: Wanted, read: Callable[[bytes, Wanted, int], StreamPart]) -> None:
-        """Begin with nothing.
+        """Create an empty collector.
 
-        `read` decodes an event, given how many tokens came before it; the sink gets the tokens of each.
+        `read` decodes an event, given the number of tokens before it; the sink gets the tokens of each event.
         """
         assert wanted.sink is not None, "nobody to stream to"
         self._wanted = wanted
@@ -89,11 +89,11 @@ class CompletionStream:
         self._events = 0
 
     def feed(self, received: bytes) -> bool:
-        """Parse a piece of the response body and pass what it says to the sink; return True when the sink has enough.
+        """Parse a piece of the response body and pass its tokens to the sink; return True when the sink has enough.
 
         Raises:
             ContractBroken: the engine's answer breaks its contract.
-            BackendError: retryable: the engine says that it failed.
+            BackendError: retryable: the engine reports a failure.
         """
         events = self._lines.feed(received)
         self._events += len(events)
@@ -104,8 +104,8 @@ class CompletionStream:
 
         Raises:
             ContractBroken: counts differ.
-            NotStreamed: it was no stream.
-            BackendError: retryable: the stream ended before it was complete.
+            NotStreamed: the response was not a stream.
+            BackendError: retryable: the stream ended before the completion was complete.
         """
         if not self._events:
             raise NotStreamed("it does not stream what it is asked to stream")
@@ -158,7 +158,7 @@ class CompletionStream:
         return stopped
 
     def _count(self, came: int, sampled: int | None) -> None:
-        """Hold the tokens so far against what was asked for, and against the engine's own count, where it tells."""
+        """Check the tokens so far against the request, and against the engine's own count if reported."""
         if came > self._wanted.max_tokens:
             raise ContractBroken(f"asked for at most {self._wanted.max_tokens} tokens, it sampled {came} and goes on")
         if sampled is not None:
@@ -168,6 +168,6 @@ class CompletionStream:
 
 
 def _first(runs: Sequence[tuple[str, int, int]], count: int) -> Sequence[tuple[str, int, int]]:
-    """Return the runs of the first `count` tokens; none where not all of these are told."""
+    """Return the runs of the first `count` tokens; empty if the runs do not cover all these tokens."""
     kept = [(version, start, min(end, count)) for version, start, end in runs if start < count]
     return kept if kept and kept[-1][2] == count else ()

@@ -1,4 +1,4 @@
-"""The base of engine clients over HTTP: retries within the budget, the probe's calls, how failures are told apart."""
+"""The base of engine clients over HTTP: retries within the budget, probes, and the classification of failures."""
 
 from __future__ import annotations
 
@@ -52,17 +52,18 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
-"""An endpoint that a server does not have, or has switched off."""
+"""The server lacks the endpoint or has disabled it."""
 METHOD_NOT_ALLOWED = 405
 PROBE_PROMPT = [1, 2, 3]
 PROBE_TOKENS = 2
 
 OnCall = Callable[[str, str, float], None]
-"""Told of the URL, how a call ended (completed, failed, cancelled), and its seconds with retries. Must not raise."""
+"""Called with the URL, the call's end (completed, failed, cancelled), and its seconds including retries. Must not
+raise."""
 
 
 class ControlCall(NamedTuple):
-    """A POST that has the engine do something. `body` is sent as JSON, if there is one."""
+    """A POST that controls the engine. `body`, if any, is sent as JSON."""
 
     path: str
     body: object = msgspec.UNSET
@@ -75,13 +76,13 @@ _Answer = TypeVar("_Answer")
 
 
 class HttpEngineClient(EngineClient):
-    """A client of one server. A subclass knows its paths and formats; see `EngineClient` for what the methods promise.
+    """A client of one server. Subclasses define paths and formats; see `EngineClient` for the semantics of the methods.
 
     Attributes:
-        may_scale_logprobs: the engine may give log-probabilities after the temperature but before `top_k`: the probe
+        may_scale_logprobs: the engine may report log-probabilities after the temperature but before `top_k`. The probe
             then samples a second time.
-        pause_calls, resume_call: what pauses it, and what ends that; none: it cannot be paused.
-        adapter_calls: the paths that load and unload a LoRA adapter; None: it takes none.
+        pause_calls, resume_call: the calls that pause and resume the engine; empty if it cannot be paused.
+        adapter_calls: the paths that load and unload a LoRA adapter; None if adapters are not supported.
     """
 
     may_scale_logprobs: ClassVar[bool] = False
@@ -99,15 +100,15 @@ class HttpEngineClient(EngineClient):
         random: Random | None = None,
         on_call: OnCall | None = None,
     ) -> None:
-        """Send nothing yet.
+        """Create the client without sending anything.
 
         Args:
-            url: the server's origin, as `http://127.0.0.1:8000`, without a path.
-            max_connections: calls that run at once; more wait, first come first served.
-            context_tokens: the longest prompt with completion, of an engine that does not say; 0: nobody knows.
-            retry: when and how often.
+            url: the server's origin, such as `http://127.0.0.1:8000`, without a path.
+            max_connections: number of concurrent calls; further calls wait in FIFO order.
+            context_tokens: limit of prompt plus completion for an engine that does not report it; 0 if unknown.
+            retry: the retry policy.
             random: draws the jitter of the retries.
-            on_call: told of every `generate` that ended.
+            on_call: called after every `generate`.
 
         Raises:
             BackendError: not retryable: `url` is not an origin.
@@ -129,16 +130,15 @@ class HttpEngineClient(EngineClient):
 
     @property
     def http(self) -> HttpClient:
-        """The connections."""
         return self._http
 
     @abc.abstractmethod
     async def _ask_info(self, timeout_s: float) -> EngineInfo:
-        """Return what the server says of itself."""
+        """Return the server's description of itself."""
 
     @abc.abstractmethod
     async def _complete(self, wanted: Wanted) -> Completion:
-        """Ask and read the answer.
+        """Send the request and read the answer.
 
         Raises:
             ContractBroken: the answer cannot be trusted.
@@ -146,7 +146,7 @@ class HttpEngineClient(EngineClient):
         """
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
-        """See `EngineClient.probe`. Nothing is retried. Also refreshes what `generate` knows about the server."""
+        """See `EngineClient.probe`. Nothing is retried. Also refreshes the server information that `generate` uses."""
         with trio.move_on_after(timeout_s):
             info = await self._ask_info(timeout_s)
             plain = await self._sample_probe(info, timeout_s)
@@ -156,11 +156,11 @@ class HttpEngineClient(EngineClient):
         raise BackendError(f"{self.url}: the probe took more than {timeout_s:g} s", retryable=True)
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """See `EngineClient.generate`. `max_tokens` is cut to what the context has left; the reason is then `length`.
+        """See `EngineClient.generate`. `max_tokens` is reduced to the rest of the context (finish reason `length`).
 
         Raises:
             RuntimeError: no `probe` has succeeded yet.
-            ValueError: an empty prompt, or `max_tokens` below 1.
+            ValueError: the prompt is empty, or `max_tokens` is below 1.
         """
         info = self._info
         if info is None:
@@ -205,26 +205,25 @@ class HttpEngineClient(EngineClient):
         return completion
 
     async def load(self, *, timeout_s: float) -> LoadReport | None:
-        """See `EngineClient.load`. From the server's metrics page."""
+        """See `EngineClient.load`. Reads the server's metrics page."""
         reader = LoadReader()
         found = await self._get("/metrics", timeout_s, on_data=reader.feed)
         return None if found is None else reader.load()
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
-        """See `EngineClient.pause`. With `abort`, completions in flight are answered at once with what they have."""
+        """See `EngineClient.pause`. With `abort`, completions in flight are answered at once with the tokens so far."""
         call = self.pause_calls.get(mode)
         if call is None:
             return await super().pause(mode, timeout_s=timeout_s)
         return await self._control(call.path, timeout_s, call.body)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """See `EngineClient.resume`."""
         if self.resume_call is None:
             return await super().resume(timeout_s=timeout_s)
         await self._control(self.resume_call.path, timeout_s, self.resume_call.body)
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
-        """See `EngineClient.load_adapter`. One of that name, left by a failed update, is unloaded before."""
+        """See `EngineClient.load_adapter`. First unloads an adapter of that name that a failed update left behind."""
         if self.adapter_calls is None:
             return await super().load_adapter(name, folder, timeout_s=timeout_s)
         load, _ = self.adapter_calls
@@ -233,7 +232,7 @@ class HttpEngineClient(EngineClient):
             there = await self._http.request("GET", load, timeout_s=timeout_s)
         except HttpError as exc:
             raise self._failed(exc) from exc
-        if there.status != METHOD_NOT_ALLOWED:  # a server that has it, has it for POST
+        if there.status != METHOD_NOT_ALLOWED:  # a server with this endpoint offers it for POST
             return False
         await self.unload_adapter(name, timeout_s=timeout_s)
         left_s = max(0.0, started_s + timeout_s - trio.current_time())
@@ -242,7 +241,6 @@ class HttpEngineClient(EngineClient):
         return True
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """See `EngineClient.unload_adapter`."""
         if self.adapter_calls is None:
             return await super().unload_adapter(name, timeout_s=timeout_s)
         try:
@@ -251,7 +249,6 @@ class HttpEngineClient(EngineClient):
             await trio.lowlevel.checkpoint()
 
     def use_adapter(self, name: str) -> None:
-        """See `EngineClient.use_adapter`."""
         self._adapter = name
 
     async def aclose(self) -> None:
@@ -269,7 +266,7 @@ class HttpEngineClient(EngineClient):
         read_answer: Callable[[bytes, Wanted], Completion],
         read_event: Callable[[bytes, Wanted, int], StreamPart],
     ) -> Completion:
-        """Post `body` and read the answer whole, or, where there is a sink, event by event. Errors as `_complete`."""
+        """Post `body` and read the answer, event by event if there is a sink. Raises the same errors as `_complete`."""
         if wanted.sink is None:
             return read_answer((await self._post(path, body, wanted)).body, wanted)
         stream = CompletionStream(wanted, read_event)
@@ -279,7 +276,7 @@ class HttpEngineClient(EngineClient):
     async def _sample_probe(
         self, info: EngineInfo, timeout_s: float, sampling: SamplingParams = _PROBE_SAMPLING
     ) -> Completion:
-        """Sample `PROBE_TOKENS` tokens. Raises BackendError: it is not fit."""
+        """Sample `PROBE_TOKENS` tokens. Raises BackendError if the engine is unfit."""
         wanted = Wanted(
             prompt=Prompt.of(PROBE_PROMPT),
             sampling=sampling,
@@ -301,15 +298,15 @@ class HttpEngineClient(EngineClient):
     async def _post(
         self, path: str, body: bytes, wanted: Wanted, on_data: Callable[[bytes], bool] | None = None
     ) -> Response:
-        """Send, and, unless it is a probe, send again after a delay, until an answer of status 200 comes.
+        """Send the request and, unless it is a probe, retry after a delay until a response of status 200 arrives.
 
-        A request is never repeated once a byte of its answer came.
+        A request is never repeated after the first byte of its response has arrived.
         """
         started_s, timeout_s, once = trio.current_time(), wanted.timeout_s, wanted.probing
         max_attempts = 1 if once else self._retry.max_attempts
         for attempt in range(1, max_attempts + 1):
             left_s = max(0.0, started_s + timeout_s - trio.current_time())
-            # Job ids are the submitter's and may hold anything; a header may not.
+            # Job ids come from the submitter and may contain any character; a header may not.
             header = quote(f"{wanted.request_id}.{attempt}", safe="/:+@ ")[-MAX_REQUEST_ID_CHARS:]
             headers = [JSON_CONTENT, ("X-Request-Id", header)]
             try:
@@ -338,7 +335,7 @@ class HttpEngineClient(EngineClient):
         )
 
     async def _get(self, path: str, timeout_s: float, on_data: Callable[[bytes], bool] | None = None) -> bytes | None:
-        """Get `path`: its body, empty where `on_data` was given it, or None if the server does not know `path`.
+        """Return the body of `path`, empty if `on_data` received it; None if the server does not know `path`.
 
         Not retried.
         """
@@ -354,9 +351,9 @@ class HttpEngineClient(EngineClient):
     async def _ask_tokenizer(
         self, path: str, fields: dict[str, object], kind: type[_Answer], timeout_s: float
     ) -> _Answer | None:
-        """Post to an endpoint of the server's tokenizer. None where it has none, or answers something else.
+        """Post to an endpoint of the server's tokenizer. Returns None if it is missing or answers something else.
 
-        SGLang with `--skip-tokenizer-init`, for one, fails there with status 500.
+        SGLang with `--skip-tokenizer-init`, for example, fails there with status 500.
         """
         body = msgspec.json.encode({"model": self._info.model if self._info else "", **fields})
         try:
@@ -369,7 +366,7 @@ class HttpEngineClient(EngineClient):
             return None
 
     async def _get_json(self, path: str, kind: type[_Answer], timeout_s: float) -> _Answer | None:
-        """Get `path` as `_get` does, and decode it."""
+        """Get `path` like `_get`, and decode the body."""
         body = await self._get(path, timeout_s)
         if body is None:
             return None
@@ -379,7 +376,7 @@ class HttpEngineClient(EngineClient):
             raise self._unfit(f"{path} is not what was expected: {exc}") from exc
 
     async def _control(self, path: str, timeout_s: float, body: object = msgspec.UNSET) -> bool:
-        """Call once, without retries. False where the server does not have it."""
+        """Call once, without retries. Returns False if the server lacks the endpoint."""
         payload = b"" if body is msgspec.UNSET else msgspec.json.encode(body)
         headers = [JSON_CONTENT] if payload else []
         try:

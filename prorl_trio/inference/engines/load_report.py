@@ -1,4 +1,4 @@
-"""The load of an engine, read from its metrics page by the names that different versions gave it. No I/O."""
+"""The load of an engine, read from its metrics page under the names used by different versions. No I/O."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _COMPUTED: Final = ("vllm:request_prefill_kv_computed_tokens_sum",)
 _PROMPT: Final = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _CACHED: Final = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total")
 _PREFILL_S: Final = ("vllm:request_prefill_time_seconds_sum", "sglang:time_to_first_token_seconds_sum")
-"""SGLang says no better: its time in the queue counts, too, so that a prefix seems dearer than it is."""
+"""SGLang offers only a time that includes queueing, so a prefix appears more expensive than it is."""
 
 _NAMES: Final = (*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_COMPUTED, *_PROMPT, *_CACHED, *_PREFILL_S)
 MAX_VALUE: Final = 1e15
-"""The largest sample that is believed. What is larger, negative or no number is not."""
+"""The largest accepted sample. Larger, negative and non-numeric samples are ignored."""
 MAX_LINE_BYTES: Final = 16 * 1024
-"""A longer one is not read."""
+"""Longer lines are ignored."""
 
 _STARTS: Final = tuple(f"{name}{end}".encode() for name in _NAMES for end in "{ ")
 _SAMPLE: Final = re.compile(rb"([^{ ]+)(?:\{.*\})? +([-+0-9.eE]+)")
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of an engine at one moment. None: this engine does not say.
+    """The load of an engine at one moment. None: the engine does not report the value.
 
     Attributes:
-        running, waiting: requests in the batch, and those that wait to be.
-        kv_usage: share of the KV cache that running requests hold, 0 to 1; of several engines, the fullest one's.
-        preemptions_total: requests that lost their place in the cache, since the start.
-        prefill_tokens_total, prefill_s_total: prompt tokens that were not cached, and what requests spent on them.
+        running, waiting: requests in the batch, and requests waiting for it.
+        kv_usage: share of the KV cache held by running requests, 0 to 1; the maximum over several engines.
+        preemptions_total: requests that were evicted from the cache, since the start.
+        prefill_tokens_total, prefill_s_total: uncached prompt tokens, and the prefill time of requests.
     """
 
     running: int
@@ -47,9 +47,9 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReader:
-    """A reader of a page in Prometheus' text format as it comes: one of many engines behind one server has megabytes.
+    """An incremental reader of a page in Prometheus' text format. With many engines behind one server it has megabytes.
 
-    Samples of one name (engines behind one server) are added up.
+    Samples of one name (from several engines behind one server) are summed.
     """
 
     def __init__(self) -> None:
@@ -57,17 +57,17 @@ class LoadReader:
         self._rest = b""
 
     def feed(self, received: bytes) -> bool:
-        """Take a piece of the page. False: it is never enough."""
+        """Process a piece of the page. Always returns False, so that reading continues."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         for line in lines:
             if line.startswith(_STARTS):
                 self._take(line)
         if len(self._rest) > MAX_LINE_BYTES:
-            self._rest = b"#"  # so that what comes of it is a comment
+            self._rest = b"#"  # makes the rest of the line a comment
         return False
 
     def load(self) -> LoadReport | None:
-        """Return what the page says, once all of it was fed; None where it does not say what runs and what waits."""
+        """Return the load after the whole page was fed; None if the page does not report running and waiting ones."""
         self.feed(b"\n")
         running, waiting, computed = self._total(_RUNNING), self._total(_WAITING), self._total(_COMPUTED)
         if running is None or waiting is None:

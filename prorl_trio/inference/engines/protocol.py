@@ -18,44 +18,44 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
 
 TokenSink = Callable[[list[int], list[float]], int | None]
-"""Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and
-stop sampling. Must not raise."""
+"""Receives the ids and log-probabilities since the last call. Returns None to continue, or n to keep the first n of
+these tokens and stop sampling. Must not raise."""
 
 
 class EnginePaused(BackendError):
-    """The engine is paused, by whomever. Says nothing of its health; retryable."""
+    """The engine is paused, by this pool or another client. Says nothing about its health; retryable."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
 
 
 class CompletionTimedOut(BackendError):
-    """The completion was not whole in time; retryable. What was streamed of it is good."""
+    """The completion was not complete in time; retryable. Tokens that were streamed are valid."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
 
 
 class CannotStream(BackendError):
-    """The engine did not stream what it was asked to; in one piece it may be had. Not retryable."""
+    """The engine ignored the request to stream; it may still answer without streaming. Not retryable."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=False)
 
 
 class RequestRefused(BackendError):
-    """The engine refused the request for what is in it. Says nothing of its health; not retryable."""
+    """The engine refused the request because of its content. Says nothing about the engine's health; not retryable."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=False)
 
 
 class Guide(msgspec.Struct, frozen=True):
-    """A form that an engine is to keep a completion to.
+    """A grammar that an engine must enforce on a completion.
 
     Attributes:
-        constraint: as spans name it.
-        structural_tag: the form, as JSON text in the format of xgrammar's structural tags.
+        constraint: its name in spans.
+        structural_tag: the grammar as JSON text in the format of xgrammar's structural tags.
     """
 
     constraint: Constraint
@@ -63,24 +63,23 @@ class Guide(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of a probe of a backend.
+    """The results of probing a backend.
 
     Attributes:
         url: its origin.
-        model: the name it serves the policy under.
+        model: the name under which it serves the policy.
         max_model_len: prompt plus completion, in tokens.
         engine: name and version.
-        policy_version: of its weights, as spans are to name it. The engine's own label, until a resume says otherwise;
-            `0` where it has none.
-        label: what the engine itself called those weights when it was last heard of; `0`: it has no name for them.
-            Empty: it does not say.
-        logprob_kind: what its log-probabilities are of, found out by sampling with `top_k` 1.
-        api: the path that completions are asked for at.
-        pausable: it can be paused, and told the version of its weights.
-        prefix_caching: it reuses prefixes; None where it does not say.
-        weights: what it can load them from again (see `EngineClient.load_weights`); empty: it does not say.
-        model_folder: what it was started with, a folder as it sees it or a public name; empty: it does not say.
-        guides: it can keep a completion to a form.
+        policy_version: the version of its weights for spans. This is the engine's own label until a resume announces
+            another version; `0` if it has none.
+        label: the engine's own name for those weights at the last contact; `0`: unnamed. Empty: not reported.
+        logprob_kind: the distribution that its log-probabilities refer to, determined by sampling with `top_k` 1.
+        api: the path used for completions.
+        pausable: the engine can be paused, and accepts a version for its weights.
+        prefix_caching: the engine reuses prefixes; None if unreported.
+        weights: the source for reloading its weights (see `EngineClient.load_weights`); empty if unreported.
+        model_folder: the model that it was started with, a folder as it sees it or a public name; empty if unreported.
+        guides: the engine can enforce a grammar.
     """
 
     url: str
@@ -99,16 +98,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion as an engine is asked for it.
+    """A completion request to an engine.
 
     Attributes:
-        prompt_token_ids: what it is to follow. Thousands wait at once: an `array` is a seventh of a list.
-        sampling, max_tokens: how to sample, and how many tokens at most.
+        prompt_token_ids: the prompt. Thousands wait at once: an `array` needs a seventh of the memory of a list.
+        sampling, max_tokens: sampling parameters, and the maximal number of tokens.
         request_id: for logs; need not be unique.
-        timeout_s: for the answer, with all that is sent again.
-        cache_salt: prefixes are shared only among requests of the same one.
-        sink: is given the tokens as they come, and may end the completion. A client that cannot stream never calls it.
-        guide: the form that it is to have. An engine that cannot keep to it refuses.
+        timeout_s: for the answer, including all retries.
+        cache_salt: prefixes are shared only among requests with the same salt.
+        sink: receives the tokens as they arrive, and may end the completion. A client that cannot stream never calls
+            it.
+        guide: the required grammar. An engine that cannot enforce it refuses.
     """
 
     prompt_token_ids: Sequence[int]
@@ -125,15 +125,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled continuation of N tokens.
 
     `token_ids` (int32) and `logprobs` (float32: natural log, of the sampled token) have N entries each, and N equals
-    the engine's own usage count. The end-of-turn token is included when it was sampled. Other sequences, of an engine
-    of your own, are converted. Nobody changes the arrays: they travel as they are until they are recorded.
+    the engine's own usage count. A sampled end-of-turn token is included. Other sequence types from custom engines are
+    converted. The arrays must not be modified; they are passed on until they are recorded.
 
-    `spans` cover the N tokens, position 0 being the first of them. None: all are of one kind, by `policy_version` and
-    `engine`. `versions_told`: the engine itself said which of them were sampled by which version of the weights, and
-    its labels are in the spans. `label`: what it called its weights at the end; empty: it did not say.
+    `spans` cover the N tokens, starting at position 0. None means a single span, described by `policy_version` and
+    `engine`. `versions_told`: the engine itself reported the version of the weights for each token, and the spans
+    contain its labels. `label`: the engine's name for its weights at the end; empty if unreported.
 
-    `dropped_tokens` came with, but after, the token at which the sink had enough. What the engine went on to sample
-    until it noticed is not known, nor what it would have.
+    `dropped_tokens` arrived in the same piece, after the token at which the sink had enough. Any tokens that the engine
+    sampled before it noticed the disconnect are unknown.
     """
 
     token_ids: array[int]
@@ -147,10 +147,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     dropped_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Make int32 and float32 arrays of other sequences: the one place where what was read becomes arrays.
+        """Convert other sequences to int32 and float32 arrays. Decoded answers become arrays only here.
 
         Raises:
-            BackendError: an id or log-probability is no number of that type; not retryable.
+            BackendError: an id or log-probability is not a number of that type; not retryable.
         """
         for name, kind in (("token_ids", "i"), ("logprobs", "f")):
             given = getattr(self, name)
@@ -166,7 +166,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 def span_of(
     info: EngineInfo, sampling: SamplingParams, guide: Guide | None, start: int, end: int, version: str
 ) -> PolicySpan:
-    """Return a span of tokens that `info`'s engine sampled so, under that version of the weights."""
+    """Return a span of tokens sampled by `info`'s engine with these settings, under that version of the weights."""
     return PolicySpan(
         start=start,
         end=end,
@@ -181,14 +181,14 @@ def span_of(
 
 
 class EngineClient(abc.ABC):
-    """A client of one backend. Safe for any number of concurrent calls; connections are kept alive and bounded."""
+    """A client of one backend. It supports any number of concurrent calls; connections are kept alive and bounded."""
 
     url: str
 
     async def is_there(self, *, timeout_s: float) -> bool:
-        """Return whether a server of this kind, fit or not, answers at `url`: what the kind `auto` goes by.
+        """Return whether a server of this kind, fit or not, answers at `url`; the kind `auto` relies on this.
 
-        A client that does not say is never found by `auto`.
+        `auto` never selects a client that does not implement it.
 
         Raises:
             BackendError: no server can be reached there.
@@ -199,117 +199,121 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     async def probe(self, *, timeout_s: float) -> EngineInfo:
-        """Ask for model and limits, and sample two tokens to see that ids and logprobs come and agree in number.
+        """Ask for model and limits, and sample two tokens to check that the counts of ids and logprobs agree.
 
         Raises:
-            BackendError: it is down (`retryable`), or not fit for token-exact work (not retryable), with the reason.
-            EnginePaused: where it says so.
+            BackendError: the server is down (`retryable`), or unfit for token-exact work (not retryable), with the
+                reason.
+            EnginePaused: the engine reports that it is paused.
         """
 
     @abc.abstractmethod
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Sample what `request` asks for.
+        """Sample the completion requested by `request`.
 
-        A sink that has enough ends the completion: the engine is left, upon which it aborts, and the finish reason is
-        `tool_call`, unless the engine had ended it by itself at the same time.
+        When the sink has enough, the client disconnects, which makes the engine abort. The finish reason is then
+        `tool_call`, unless the engine finished on its own at the same time.
 
-        Cancellation closes the connection, upon which the engine aborts the request. Connection errors and 5xx before
-        the first byte of an answer are retried with backoff inside its `timeout_s`; never after tokens were received.
+        Cancellation closes the connection, which makes the engine abort the request. Connection errors and 5xx before
+        the first byte of an answer are retried with backoff within its `timeout_s`. Nothing is retried after tokens
+        were received.
 
         Raises:
             BackendError: after the retries, or at once when counts of ids, logprobs and usage differ.
-            RequestRefused: what was asked for is no valid request to this engine.
-            ContextLengthExceeded: the engine says that the prompt does not fit.
+            RequestRefused: this engine rejects the request as invalid.
+            ContextLengthExceeded: the engine reports that the prompt does not fit.
         """
 
     async def load(self, *, timeout_s: float) -> LoadReport | None:
-        """Return what the engine has to do at this moment; None where it does not say. Default: None.
+        """Return the engine's current load, or None if it does not report it. Default: None.
 
         Raises:
-            BackendError: it failed to answer.
+            BackendError: the engine failed to answer.
         """
         await trio.lowlevel.checkpoint()
         return None
 
     async def tokenize(self, text: str, *, timeout_s: float) -> list[int] | None:
-        """Return the ids that the engine's own tokenizer has for `text`, in which control tokens count as such.
+        """Return the ids from the engine's own tokenizer for `text`; control tokens in the text are recognised.
 
-        No token is added. None where the engine does not offer its tokenizer. Default: None.
+        No token is added. Returns None if the engine does not expose its tokenizer. Default: None.
 
         Raises:
-            BackendError: it cannot be reached.
+            BackendError: the engine cannot be reached.
         """
         await trio.lowlevel.checkpoint()
         return None
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
-        """Return the text that the engine's own tokenizer has for ids, control tokens included. See `tokenize`."""
+        """Return the text from the engine's own tokenizer for ids, control tokens included. See `tokenize`."""
         await trio.lowlevel.checkpoint()
         return None
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
-        """Have the engine itself stop sampling, for a change of weights. False if it does not offer that.
+        """Stop sampling in the engine itself, for a change of weights. Returns False if the engine lacks that feature.
 
         Raises:
-            BackendError: it offers it and failed.
+            BackendError: the engine has the feature, but it failed.
         """
         await trio.lowlevel.checkpoint()
         return False
 
     async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
-        """Tell the engine what its weights are called from now on, so that it can say which tokens are of which.
+        """Set the engine's name for its weights, so that it can report the version of each token.
 
-        False, and nothing happened, where it cannot be told.
+        Returns False, without any effect, if the engine lacks that feature.
 
         Raises:
-            BackendError: it can be told, and failed.
+            BackendError: the engine has the feature, but it failed.
         """
         await trio.lowlevel.checkpoint()
         return False
 
     async def read_label(self, *, timeout_s: float) -> str:
-        """Return what the engine itself says that its weights are called; empty where it does not say. Default: empty.
+        """Return the engine's own name for its weights; empty if it does not report it. Default: empty.
 
         Raises:
-            BackendError: it says it, and failed.
+            BackendError: the engine has the feature, but it failed.
         """
         await trio.lowlevel.checkpoint()
         return ""
 
     async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
-        """Have it replace its weights by those in `folder`, a path as the engine sees it, while it is paused.
+        """Replace the engine's weights with the contents of `folder`, a path as the engine sees it, while it is paused.
 
-        What it remembers of prompts goes with them. False, and nothing happened, where it does not offer that.
+        Its prefix cache is dropped with the old weights. Returns False, without any effect, if the engine lacks that
+        feature.
 
         Raises:
-            BackendError: it offers it and failed, or gave no answer: which weights it has is not known.
+            BackendError: loading failed or was not answered, so the engine's current weights are unknown.
         """
         await trio.lowlevel.checkpoint()
         return False
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
-        """Have it load a LoRA adapter from `folder`, a path as the engine sees it, in place of one of that name.
+        """Load a LoRA adapter from `folder`, a path as the engine sees it, and replace an adapter of that name.
 
-        Nothing is sampled with it before `use_adapter`. False, and nothing happened, where it takes no adapters.
+        Nothing is sampled with it before `use_adapter`. Returns False, without any effect, if adapters are not
+        supported.
 
         Raises:
-            BackendError: it takes them and failed, or gave no answer.
+            BackendError: loading failed or was not answered.
         """
         await trio.lowlevel.checkpoint()
         return False
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """Have it forget an adapter. One that it does not have is no error.
+        """Unload an adapter. Unloading an unknown adapter is not an error.
 
         Raises:
-            BackendError: it failed.
+            BackendError: the engine failed.
         """
         await trio.lowlevel.checkpoint()
 
     def use_adapter(self, name: str) -> None:
-        """Have every completion from now on sampled with this adapter, which was loaded; empty: with the model alone.
+        """Sample every following completion with this loaded adapter; empty: with the model alone.
 
-        Only of clients whose `load_adapter` returned True is this asked.
+        It is called only on clients whose `load_adapter` returned True.
         """
         raise NotImplementedError(f"{self.url}: it takes no adapter, and {name!r} was to be used")
 
@@ -317,7 +321,7 @@ class EngineClient(abc.ABC):
         """End a `pause` that returned True.
 
         Raises:
-            BackendError: it failed.
+            BackendError: the engine failed.
         """
         await trio.lowlevel.checkpoint()
 
@@ -327,12 +331,12 @@ class EngineClient(abc.ABC):
 
 
 ClientFinder = Callable[[str, float], Awaitable[EngineClient]]
-"""Makes the client of the engine at a URL, once it is known which kind it is, within so many seconds. Raises
-BackendError: nobody answers there. The client is the caller's to close."""
+"""Creates the client of the engine at a URL after its kind is known, within the given seconds. Raises BackendError if
+no server answers there. The caller must close the client."""
 
 
 def made_by(make: Callable[[str], EngineClient]) -> ClientFinder:
-    """Return a finder for engines of one kind: nothing is asked, and `make` is called with the URL."""
+    """Return a finder for engines of one kind. It calls `make` with the URL and sends no request."""
 
     async def find(url: str, _timeout_s: float) -> EngineClient:
         await trio.lowlevel.checkpoint()

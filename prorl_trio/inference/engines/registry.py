@@ -1,13 +1,13 @@
-"""Engines by kind: those that are built in, and those that installed packages offer.
+"""Engines by kind: built-in engines, and engines from installed packages.
 
-A package offers one under the entry-point group `prorl_trio.engines`:
+A package registers an engine in the entry-point group `prorl_trio.engines`:
 
     [project.entry-points."prorl_trio.engines"]
     mine = "my_package.engine:MyEngineClient"
 
-and `backends.engine = "mine"` has it used. The object is a subclass of `EngineClient`, called with the URL and the
-keywords of `ClientOptions`; a subclass of `HttpEngineClient` has that for nothing. With an `is_there` of its own, the
-kind `auto` finds it too. `prorl_trio.testing.engine_contract` is what it must pass.
+and `backends.engine = "mine"` selects it. The object is a subclass of `EngineClient`, called with the URL and the
+keywords of `ClientOptions`; a subclass of `HttpEngineClient` already accepts these. If it implements `is_there`, the
+kind `auto` finds it too. It must pass the test suite `prorl_trio.testing.engine_contract`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 GROUP: Final = "prorl_trio.engines"
 AUTO: Final = "auto"
-"""The kind of whoever answers."""
+"""The kind that is detected by asking the server."""
 BUILT_IN: Final[dict[str, Callable[..., EngineClient]]] = {
     "sglang": SglangClient,
     "vllm": VllmClient,
     "prorl": TrainerEngineClient,
 }
-"""In the order in which `auto` asks for them."""
+"""In the order in which `auto` tries them."""
 CLOSE_GRACE_S: Final = 1.0
 
 
 class ClientOptions(TypedDict, total=False):
-    """Keywords that a client is made with: see `HttpEngineClient`."""
+    """Keyword arguments of a client's constructor: see `HttpEngineClient`."""
 
     max_connections: int
     context_tokens: int
@@ -59,7 +59,7 @@ class EngineRegistry:
     """Kinds of engines. Immutable after the node's start."""
 
     def __init__(self, installed: Mapping[str, Callable[..., EngineClient]] | None = None) -> None:
-        """Raise ConfigError if an `installed` kind has the name of one that is built in."""
+        """Raise ConfigError if an `installed` kind has the name of a built-in kind."""
         self._installed = dict(installed or {})
         for name in self._installed:
             if name in BUILT_IN or name == AUTO:
@@ -70,23 +70,23 @@ class EngineRegistry:
         """Load every class that an installed package declares.
 
         Raises:
-            ConfigError: see `load_plugins`; or a name is that of a built-in one.
+            ConfigError: see `load_plugins`; or a name is that of a built-in kind.
         """
         return cls(load_plugins(GROUP, EngineClient))
 
     @property
     def names(self) -> list[str]:
-        """Kinds that `backends.engine` may name, sorted; those that are installed after those that are built in."""
+        """Valid kinds for `backends.engine`, sorted: built-in kinds first, then installed ones."""
         return [AUTO, *sorted(BUILT_IN), *sorted(self._installed)]
 
     def finder(self, kind: str, **options: Unpack[ClientOptions]) -> ClientFinder:
-        """Return what makes the clients of engines of this kind.
+        """Return a function that creates clients for engines of this kind.
 
-        For `auto` each server is asked which it is, installed kinds first. One that is none of them is taken for a
-        vLLM, whose probe then says what it lacks.
+        For `auto` each server is asked for its kind, installed kinds first. An unrecognised server is treated as vLLM,
+        whose probe then reports the missing features.
 
         Raises:
-            ConfigError: there is no such kind; the message lists those there are.
+            ConfigError: the kind is unknown; the message lists the known kinds.
         """
         if kind == AUTO:
             kinds = [partial(each, **options) for each in (*self._installed.values(), *BUILT_IN.values())]

@@ -1,6 +1,6 @@
 """An SGLang server as an engine, over its own `/generate`: token ids in, token ids and log-probabilities out.
 
-Written against SGLang's documented API, and tested against `prorl_trio.testing.fake_sglang`, not the real server.
+It follows SGLang's documented API, and is tested against `prorl_trio.testing.fake_sglang`, not the real server.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 GENERATE: Final = "/generate"
 MODEL_INFO: Final = ("/model_info", "/get_model_info")
 SERVER_INFO: Final = ("/server_info", "/get_server_info")
-"""Each under its name of today and that of older servers."""
+"""The current name of the endpoint, and its name in older servers."""
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """`sampling_params`. Neutral values are sent too: a server may have other defaults, from the model's own config."""
+    """`sampling_params`. Neutral values are sent too, because a server may take other defaults from the model."""
 
     max_new_tokens: int
     temperature: float
@@ -64,7 +64,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /generate`. `extra_key` keeps prefixes apart, `lora_path` names an adapter.
 
-    No `rid`: a repeated one is refused.
+    `rid` is omitted, because the server refuses a repeated one.
     """
 
     input_ids: msgspec.Raw
@@ -76,7 +76,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedBecause(msgspec.Struct, frozen=True):
-    """`type` is `stop`, `length` or `abort`. An abort with a `status_code` is an error, which `message` tells."""
+    """`type` is `stop`, `length` or `abort`. An abort with a `status_code` is an error, described in `message`."""
 
     type: str
     message: str | None = None
@@ -86,11 +86,11 @@ class FinishedBecause(msgspec.Struct, frozen=True):
 class MetaInfo(msgspec.Struct, frozen=True):
     """`output_token_logprobs`: the log-probability, the id, and the text or null, of each sampled token.
 
-    In a stream `completion_tokens` counts all so far. The log-probabilities are of all so far, too, or, of a server
-    with `--incremental-streaming-output`, of the new ones. There is no `finish_reason` until the last event.
+    In a stream `completion_tokens` counts all tokens so far. The log-probabilities also cover all tokens so far, or
+    only new tokens from a server with `--incremental-streaming-output`. Only the last event contains a `finish_reason`.
 
-    `weight_version` is what the weights were called as this was sent, `weight_versions` the runs of all tokens so far.
-    Older servers tell the first of these only, or neither.
+    `weight_version` is the name of the weights when this was sent; `weight_versions` are the runs of all tokens so far.
+    Older servers report only `weight_version`, or neither.
     """
 
     completion_tokens: int
@@ -103,8 +103,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
 class GenerateResponse(msgspec.Struct, frozen=True):
     """The answer of `POST /generate`, or an event of a streamed one.
 
-    `output_ids` are of all so far or new, as the log-probabilities are, but not always as these are: servers with
-    `--stream-output`, an older name, have new ids and the log-probabilities of all.
+    `output_ids` cover all tokens so far or only new ones, but not always like the log-probabilities. Servers with
+    `--stream-output`, an older name, send new ids with the log-probabilities of all tokens.
     """
 
     meta_info: MetaInfo
@@ -125,17 +125,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """The part that we need of the answer of `GET /server_info`."""
+    """The fields that we need from the answer of `GET /server_info`."""
 
     version: str = ""
     disable_radix_cache: bool | None = None
 
 
 class SglangClient(HttpEngineClient):
-    """A client of one SGLang server. Only one with `--enable-lora` takes adapters."""
+    """A client of one SGLang server. Adapters require a server with `--enable-lora`."""
 
     may_scale_logprobs: ClassVar[bool] = True
-    # `retract` puts requests back in line and forgets what the old weights made of them: it is computed anew.
+    # `retract` requeues requests and discards their cache entries from the old weights; these are recomputed.
     pause_calls: ClassVar = {
         mode: ControlCall("/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
         for mode in get_args(PauseMode)
@@ -144,29 +144,26 @@ class SglangClient(HttpEngineClient):
     adapter_calls: ClassVar = ("/load_lora_adapter", "/unload_lora_adapter")
 
     async def is_there(self, *, timeout_s: float) -> bool:
-        """See `EngineClient.is_there`. By SGLang's own endpoints."""
+        """See `EngineClient.is_there`. Uses SGLang's own endpoints."""
         return await self._first(MODEL_INFO, ModelInfo, timeout_s) is not None
 
     async def tokenize(self, text: str, *, timeout_s: float) -> list[int] | None:
-        """See `EngineClient.tokenize`. Not with `--skip-tokenizer-init`."""
+        """See `EngineClient.tokenize`. Not available with `--skip-tokenizer-init`."""
         asked: dict[str, object] = {"prompt": text, "add_special_tokens": False}
         answer = await self._ask_tokenizer("/tokenize", asked, Tokenized, timeout_s)
         return None if answer is None else answer.tokens
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
-        """See `EngineClient.detokenize`."""
         asked: dict[str, object] = {"tokens": list(token_ids), "skip_special_tokens": False}
         answer = await self._ask_tokenizer("/detokenize", asked, Detokenized, timeout_s)
         return None if answer is None else answer.text
 
     async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
-        """See `EngineClient.label_weights`."""
-        # Unless it is told not to, the server aborts everything here.
+        # By default the server aborts all requests here.
         body = {"new_version": policy_version, "abort_all_requests": False}
         return await self._control("/update_weight_version", timeout_s, body)
 
     async def read_label(self, *, timeout_s: float) -> str:
-        """See `EngineClient.read_label`."""
         model = await self._first(MODEL_INFO, ModelInfo, timeout_s)
         return label_of(model.weight_version if model else None)
 
@@ -248,7 +245,7 @@ def _event(data: bytes, wanted: Wanted, before: int) -> StreamPart:
 
 
 def _decode(body: bytes, wanted: Wanted) -> GenerateResponse:
-    """Decode it. Raises BackendError or ContextLengthExceeded where the answer, or event, tells of an error."""
+    """Decode it. Raises BackendError or ContextLengthExceeded if the answer or event reports an error."""
     try:
         answer = msgspec.json.decode(body, type=GenerateResponse)
     except msgspec.MsgspecError as exc:
@@ -266,11 +263,11 @@ def _decode(body: bytes, wanted: Wanted) -> GenerateResponse:
 
 
 def _tokens(answer: GenerateResponse, before: int) -> tuple[list[int], list[float]]:
-    """Return the ids and log-probabilities in it that are not of the first `before` tokens."""
+    """Return the ids and log-probabilities after the first `before` tokens."""
     told, ids, count = answer.meta_info.output_token_logprobs, answer.output_ids, answer.meta_info.completion_tokens
     if told is None:
         raise ContractBroken("it drops log-probabilities (no output_token_logprobs in the answer)")
-    if len(told) == count:  # of all so far
+    if len(told) == count:  # covers all tokens so far
         told = told[before:]
     if ids is not None and len(ids) == count:
         ids = ids[before:]

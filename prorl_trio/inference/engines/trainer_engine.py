@@ -1,7 +1,7 @@
-"""A trainer's own engine, as the ProRL Agent server knows it: `POST /generate` with `prompt_ids`, and nothing else.
+"""A trainer's own engine with the API of the ProRL Agent server: only `POST /generate` with `prompt_ids`.
 
-It says neither what it serves nor how long a context may be, and has no finish reasons: what can be checked of its
-answers is checked, and what it cannot say comes from the node's configuration.
+It reports neither its model nor its context length nor finish reasons. The client checks the contents of an answer; the
+rest comes from the node's configuration.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from prorl_trio.inference.engines.protocol import Completion, EngineInfo
 
 GENERATE: Final = "/generate"
 NAME: Final = "prorl"
-"""The name in spans: it has none of its own."""
+"""The engine's name in spans, because it does not report one."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`POST /generate`: the prompt, and what vLLM's `SamplingParams` take.
+    """`POST /generate`: the prompt, and parameters of vLLM's `SamplingParams`.
 
-    Neutral values are left out, as that server's own client does: other servers may know fewer.
+    Neutral values are omitted, as in that server's own client, because other servers may support fewer fields.
     """
 
     prompt_ids: msgspec.Raw
@@ -51,18 +51,18 @@ class GenerateAnswer(msgspec.Struct, frozen=True):
 
 
 class _SampledIds(msgspec.Struct, frozen=True):
-    """The part that tells such an answer from others."""
+    """The field that distinguishes such an answer from others."""
 
     response_ids: list[TokenId]
 
 
 class TrainerEngineClient(HttpEngineClient):
-    """A client of one server. It does not say how long a context may be: without `context_tokens` no probe succeeds."""
+    """A client of one server. The server does not report its context length, so every probe needs `context_tokens`."""
 
     may_scale_logprobs: ClassVar[bool] = True
 
     async def is_there(self, *, timeout_s: float) -> bool:
-        """See `EngineClient.is_there`. It answers a request for two tokens."""
+        """See `EngineClient.is_there`. Sends a request for two tokens."""
         request = GenerateRequest(prompt_ids=Prompt.of(PROBE_PROMPT).text, max_tokens=PROBE_TOKENS)
         try:
             response = await self._http.request(
@@ -91,7 +91,7 @@ class TrainerEngineClient(HttpEngineClient):
         )
 
     async def _complete(self, wanted: Wanted) -> Completion:
-        sampling = wanted.sampling  # it knows no salt, and cannot stream
+        sampling = wanted.sampling  # the API lacks a salt, and cannot stream
         request = GenerateRequest(
             prompt_ids=wanted.prompt.text,
             max_tokens=wanted.max_tokens,
@@ -106,12 +106,12 @@ class TrainerEngineClient(HttpEngineClient):
 
 
 def _completion(body: bytes, wanted: Wanted) -> Completion:
-    """Return the completion that an answer holds.
+    """Return the completion in an answer.
 
-    It ended by itself if it is shorter than asked for, or ends with a stop.
+    It finished on its own if it is shorter than requested, or ends with a stop token.
 
     Raises:
-        ContractBroken: it cannot be trusted.
+        ContractBroken: the answer cannot be trusted.
     """
     try:
         answer = msgspec.json.decode(body, type=GenerateAnswer)

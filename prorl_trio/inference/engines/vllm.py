@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class VllmClient(HttpEngineClient):
     """A client of one vLLM server.
 
-    Completions come from `/inference/v1/generate` where it has that, or `/v1/completions`. Only a server in development
-    mode (`VLLM_SERVER_DEV_MODE=1`) can be paused, and only one with `--enable-lora` and
-    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` takes adapters.
+    Completions come from `/inference/v1/generate` if the server offers it, otherwise from `/v1/completions`. Pauses
+    require development mode (`VLLM_SERVER_DEV_MODE=1`). Adapters require `--enable-lora` and
+    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`.
     """
 
     pause_calls: ClassVar = {mode: ControlCall(f"/pause?mode={mode}") for mode in get_args(PauseMode)}
@@ -46,17 +46,15 @@ class VllmClient(HttpEngineClient):
     adapter_calls: ClassVar = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     async def is_there(self, *, timeout_s: float) -> bool:
-        """See `EngineClient.is_there`. By a list of models as vLLM has it."""
+        """See `EngineClient.is_there`. Recognises vLLM's list of models."""
         return served_model(await self._get_json("/v1/models", ModelList, timeout_s)) is not None
 
     async def tokenize(self, text: str, *, timeout_s: float) -> list[int] | None:
-        """See `EngineClient.tokenize`."""
         asked: dict[str, object] = {"prompt": text, "add_special_tokens": False}
         answer = await self._ask_tokenizer("/tokenize", asked, Tokenized, timeout_s)
         return None if answer is None else answer.tokens
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
-        """See `EngineClient.detokenize`."""
         answer = await self._ask_tokenizer("/detokenize", {"tokens": list(token_ids)}, Detokenized, timeout_s)
         return None if answer is None else answer.prompt
 
@@ -75,13 +73,13 @@ class VllmClient(HttpEngineClient):
     async def load_weights(self, folder: str, *, timeout_s: float) -> bool:
         """See `EngineClient.load_weights`. Only in development mode.
 
-        From then on `folder` is also what vLLM takes for the place of its model, whether or not that went well.
+        Afterwards vLLM reports `folder` as its model's location, whether or not loading succeeded.
         """
         started_s = trio.current_time()
         reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         if not await self._control("/collective_rpc", timeout_s, reload):
             return False
-        # What a pause with `keep` left in the cache stays as long as it is in use; prompts of a later version miss it.
+        # Cache entries retained by a pause with `keep` stay while in use; prompts of a later version miss them.
         left_s = max(0.0, started_s + timeout_s - trio.current_time())
         await self._control("/reset_prefix_cache", left_s)
         return True
@@ -100,7 +98,7 @@ class VllmClient(HttpEngineClient):
         weights = await self._get_json("/weight_info", WeightInfo, timeout_s)
         metrics = await self._get("/metrics", timeout_s)
         label = label_of(weights.weight_version if weights else None)
-        # What was loaded since the start has a name, and nobody says where it came from.
+        # Weights loaded since the start have a name, but their folder is not reported.
         origin = card.root or "" if label == UNNAMED else ""
         info = EngineInfo(
             url=self.url,
@@ -116,14 +114,14 @@ class VllmClient(HttpEngineClient):
             model_folder=card.root or "",
             guides=True,
         )
-        # Only a request that is valid tells: routers refuse others themselves, and pass this on to servers without it.
-        # Servers of other versions have it in another form.
+        # Only a valid request is conclusive: routers refuse invalid ones themselves, and forward this one to servers
+        # without the endpoint. Servers of other versions use another form.
         try:
             told = (await self._sample_probe(info, timeout_s)).label
         except BackendError as exc:
             if exc.retryable:
                 raise
-            return msgspec.structs.replace(info, api=COMPLETIONS)  # which tells why, if that is not fit either
+            return msgspec.structs.replace(info, api=COMPLETIONS)  # its answer gives the reason if that is unfit too
         return msgspec.structs.replace(info, label=told or label, policy_version=told or label or UNNAMED)
 
     async def _complete(self, wanted: Wanted) -> Completion:

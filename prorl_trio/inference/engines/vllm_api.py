@@ -1,7 +1,6 @@
 """The part of vLLM's HTTP API that we use, without I/O.
 
-Requests are exact. Answers are lenient to unknown fields, and strict about every count and number that training relies
-on.
+Requests are exact. Answers may contain unknown fields, but every count and number needed for training is checked.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
-"""An endpoint of servers started with `--enable-scale-out`: it says which tokens were sampled by which version of the
-weights."""
+"""An endpoint of servers started with `--enable-scale-out`: it reports the version of the weights for each token."""
 
 _PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"')
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """The form that a completion is kept to, one of those that vLLM knows."""
+    """The required grammar of a completion, in one of vLLM's formats."""
 
     structural_tag: str
 
@@ -34,10 +32,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters, as both endpoints name them.
 
-    The penalties and `min_p` are sent although neutral: what a request leaves out, vLLM takes from the model's own
-    `generation_config.json` (Qwen2.5's has a repetition penalty), and the sampled distribution would silently not be
-    the trainer's. `logprobs` 0 asks for those of the sampled tokens and no alternatives. No `seed`: a CPU engine dies
-    of it.
+    The penalties and `min_p` are sent although neutral. vLLM takes omitted values from the model's own
+    `generation_config.json` (Qwen2.5's has a repetition penalty), and the sampled distribution would silently differ
+    from the trainer's. `logprobs` 0 requests the values of the sampled tokens without alternatives. `seed` is omitted
+    because it crashes a CPU engine.
     """
 
     max_tokens: int
@@ -57,14 +55,14 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Each part of a stream is to have the engine's own count: so nothing is lost or doubled before an early stop."""
+    """Request the engine's own count in each part of a stream, so that an early stop loses or doubles no token."""
 
     include_usage: bool = True
     continuous_usage_stats: bool = True
 
 
 class CompletionsBody(_Sampling, frozen=True, kw_only=True):
-    """`POST /v1/completions`. See `_Sampling` for what is sent although it is neutral."""
+    """`POST /v1/completions`. See `_Sampling` for neutral values."""
 
     model: str
     prompt: msgspec.Raw
@@ -75,7 +73,7 @@ class CompletionsBody(_Sampling, frozen=True, kw_only=True):
 
 
 class GenerateSampling(_Sampling, frozen=True, kw_only=True):
-    """The same parameters; without text, which nobody reads."""
+    """The same parameters without text, which is never read."""
 
     detokenize: bool = False
 
@@ -107,7 +105,7 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True):
 
 
 class VersionRun(msgspec.Struct, frozen=True):
-    """Sampled tokens `start` to `end` (exclusive) are of weights with that label."""
+    """Sampled tokens `start` to `end` (exclusive) come from weights with that label."""
 
     version: str
     start: int
@@ -115,7 +113,7 @@ class VersionRun(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A continuation, or a part of it. The ids are null from an engine that does not know `return_token_ids`."""
+    """A continuation or a part of it. The ids are null if the engine does not support `return_token_ids`."""
 
     finish_reason: str | None = None
     token_ids: list[TokenId] | None = None
@@ -131,9 +129,9 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(msgspec.Struct, frozen=True):
-    """The answer of either endpoint, or one part of a streamed one.
+    """The answer of either endpoint, or one part of a streamed answer.
 
-    Of the parts, the last has only the usage, of all; in others it is of all so far.
+    The last part contains only the total usage; in other parts the usage covers all tokens so far.
     """
 
     choices: list[Choice]
@@ -159,9 +157,9 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def served_model(models: ModelList | None) -> ModelCard | None:
-    """Return the policy: the first card that has a length of its own.
+    """Return the policy's card: the first card with a length.
 
-    Adapters, which may be listed before it, have none.
+    Adapters may be listed before it, but their cards lack a length.
     """
     cards = [] if models is None else models.data
     return next(iter([card for card in cards if card.max_model_len is not None] or cards), None)
@@ -180,19 +178,19 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class PauseInfo(msgspec.Struct, frozen=True):
-    """The answer of `GET /is_paused`, which only a server in development mode has."""
+    """The answer of `GET /is_paused`, available only in development mode."""
 
     is_paused: bool
 
 
 class WeightInfo(msgspec.Struct, frozen=True):
-    """The answer of `GET /weight_info`, which only a server in development mode has."""
+    """The answer of `GET /weight_info`, available only in development mode."""
 
     weight_version: str | None = None
 
 
 def completion_request(wanted: Wanted) -> bytes:
-    """Return the JSON body that asks for one continuation at the path that the engine has for it."""
+    """Return the JSON body that requests one continuation at the engine's completion path."""
     model, prompt, sampling = wanted.adapter or wanted.info.model, wanted.prompt.text, wanted.sampling
     how: dict[str, Any] = {
         "max_tokens": wanted.max_tokens,
@@ -218,10 +216,10 @@ def completion_request(wanted: Wanted) -> bytes:
 
 
 def read_answer(body: bytes, wanted: Wanted) -> AnswerPart:
-    """Decode an answer, or a part of a streamed one, and check what can be checked of it alone.
+    """Decode an answer or a part of a streamed one, and make all checks that need no other part.
 
     Raises:
-        ContractBroken: it is malformed, or the prompt that was read is not the one that was sent.
+        ContractBroken: it is malformed, or the engine read another prompt than was sent.
     """
     try:
         part = msgspec.json.decode(body, type=AnswerPart)
@@ -236,7 +234,7 @@ def read_answer(body: bytes, wanted: Wanted) -> AnswerPart:
 
 
 def read_event(data: bytes, wanted: Wanted, _before: int) -> StreamPart:
-    """Decode one event of a streamed answer, which has what is new only.
+    """Decode one event of a streamed answer, which contains only new tokens.
 
     Raises:
         ContractBroken: as `read_answer` and `tokens_of`.
@@ -246,7 +244,7 @@ def read_event(data: bytes, wanted: Wanted, _before: int) -> StreamPart:
     if not part.choices:
         return StreamPart([], [], None, sampled)
     choice = part.choices[0]
-    # The event that only says why it ended has neither.
+    # The event with only the finish reason has neither.
     token_ids, logprobs = tokens_of(choice) if choice.token_ids else ([], [])
     return StreamPart(token_ids, logprobs, choice.finish_reason, sampled, runs_of(choice.weight_versions))
 
@@ -255,7 +253,7 @@ def tokens_of(choice: Choice) -> tuple[list[int], list[float]]:
     """Return its ids and log-probabilities.
 
     Raises:
-        ContractBroken: either is missing, or they are of different tokens.
+        ContractBroken: either is missing, or they belong to different tokens.
     """
     token_ids, logprobs = choice.token_ids, choice.logprobs
     if token_ids is None:
@@ -273,7 +271,7 @@ def completion_of(body: bytes, wanted: Wanted) -> Completion:
     """Decode a whole answer.
 
     Raises:
-        ContractBroken: as `read_answer`, or counts or log-probabilities are not what was asked for.
+        ContractBroken: as `read_answer`, or counts or log-probabilities do not match the request.
     """
     part = read_answer(body, wanted)
     if len(part.choices) != 1 or part.usage is None:
@@ -291,12 +289,12 @@ def completion_of(body: bytes, wanted: Wanted) -> Completion:
 
 
 def runs_of(told: list[VersionRun] | None) -> list[tuple[str, int, int]]:
-    """Return the runs as `checked_completion` takes them."""
+    """Return the runs in the form that `checked_completion` expects."""
     return [(label_of(run.version), run.start, run.end) for run in told or ()]
 
 
 def prefix_caching(metrics: bytes) -> bool | None:
-    """Return whether the engine's metrics say that it reuses prefixes; None if they do not say."""
+    """Return whether the engine reuses prefixes according to its metrics; None if they do not report it."""
     at = metrics.find(b"\nvllm:cache_config_info{") + 1
     match = _PREFIX_CACHING.match(metrics, at)
     return match[1] == b"True" if match else None

@@ -1,1 +1,1 @@
-"""The pool of backends: placement, health, load, pauses, and completions that go on elsewhere."""
+"""The pool of backends: placement, health, load, pauses, and completions continued on other backends."""

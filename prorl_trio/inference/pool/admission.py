@@ -1,4 +1,4 @@
-"""Admission of completions: whether they may begin, and which are in flight. No I/O of its own."""
+"""Admission of completions: decides whether they may start, and tracks completions in flight. No I/O of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 PAUSED = "backends paused"
-"""Shown as what a job waits for that is not admitted."""
+"""Displayed as the reason why a job waits for admission."""
 
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""Entered for as long as somebody waits, with what it is that is waited for."""
+"""A context entered during a wait; its argument names the awaited event."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class AnotherModel(BackendError):
 
 
 class ModelProof:
-    """Compares the tokenizers of engines with the node's. A warning names once each engine that does not offer its own.
+    """Compares the tokenizers of engines with the node's. Logs one warning for each engine without tokenizer endpoint.
 
-    Weights of another model with the same tokenizer cannot be told apart by this: their tokens mean the same.
+    It cannot detect weights of another model with the same tokenizer, because their tokens mean the same.
     """
 
     def __init__(self, sample: TokenizerSample) -> None:
@@ -46,10 +46,10 @@ class ModelProof:
         self._unproven = set[str]()
 
     async def prove(self, client: EngineClient, info: EngineInfo, *, timeout_s: float) -> None:
-        """Compare the tokenizer of the engine that `info` was found out of, within `timeout_s` per question.
+        """Compare the tokenizer of the engine described by `info`, within `timeout_s` per request.
 
         Raises:
-            AnotherModel: it gives a text other ids than the node's tokenizer does.
+            AnotherModel: the engine's ids for a text differ from the node's tokenizer.
             BackendError: the engine cannot be reached.
         """
         sample = self._sample
@@ -69,7 +69,7 @@ class ModelProof:
         ids = await client.tokenize(sample.control, timeout_s=timeout_s)
         if ids == sample.control_ids:
             return
-        # Some tokenizers never read control tokens out of a text (Mistral's own); these can still write them.
+        # Some tokenizers never parse control tokens in text (Mistral's own); these can still render them.
         if await client.detokenize(sample.control_ids, timeout_s=timeout_s) != sample.control:
             raise self._another(info, sample.control_ids, ids or [])
 
@@ -88,17 +88,17 @@ class ModelProof:
 
 @contextmanager
 def unseen(_what: str) -> Iterator[None]:
-    """Show a wait to nobody."""
+    """Do not display a wait."""
     yield
 
 
 class Admission:
-    """Every completion of a pool is admitted here; a policy update closes it."""
+    """Admits every completion of a pool; a policy update closes it."""
 
     def __init__(self) -> None:
         self._closed = False
         self.closings = 0
-        """A count of the times that it was closed."""
+        """The number of times it was closed."""
         self._calls: dict[trio.CancelScope, str] = {}
         self._opened = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
@@ -113,16 +113,16 @@ class Admission:
 
     @property
     def opening(self) -> int | None:
-        """Return the number of the present time between two pauses; None in a pause."""
+        """Return the number of the current interval between two pauses; None during a pause."""
         return None if self._closed else self.closings
 
     @property
     def waiting(self) -> int:
-        """Return the number of completions that wait to be admitted."""
+        """Return the number of completions waiting for admission."""
         return len(self._opened)
 
     def in_flight(self) -> Counter[str]:
-        """Return how many completions run, by backend url."""
+        """Return the number of running completions by backend url."""
         return Counter(self._calls.values())
 
     def statistics(self) -> dict[str, object]:
@@ -130,26 +130,26 @@ class Admission:
         return {"paused": self._closed, "waiting": self.waiting, "completions_in_flight": len(self._calls)}
 
     def close(self) -> None:
-        """Let no completion begin. Idempotent."""
+        """Stop admitting completions. Idempotent."""
         self.closings += not self._closed
         self._closed = True
 
     def open(self) -> None:
-        """Let completions begin, all that wait among them. Idempotent."""
+        """Admit completions, including all waiting ones. Idempotent."""
         self._closed = False
         self._opened.unpark_all()
 
     def abort(self, spared: frozenset[str] = frozenset()) -> None:
-        """Cancel the calls in flight, upon which their engines abort; they are made again once it is open.
+        """Cancel the calls in flight, which makes their engines abort; they are repeated after the reopening.
 
-        Those of the `spared` urls are left alone.
+        Calls to the `spared` urls are not cancelled.
         """
         for scope, url in self._calls.items():
             if url not in spared:
                 scope.cancel()
 
     async def wait_idle(self) -> None:
-        """Return when no completion is in flight. Only of use while it is closed."""
+        """Return when no completion is in flight. Useful only while admission is closed."""
         await trio.lowlevel.checkpoint()
         while self._calls:
             await self._idle.park()
@@ -160,13 +160,13 @@ class Admission:
         call: Callable[[], Awaitable[Completion | None]],
         waiting: Waiting = unseen,
     ) -> Completion:
-        """Call `call` as soon as it is admitted, and again where its completion is not whole.
+        """Call `call` as soon as it is admitted, and again until its completion is complete.
 
-        That is, if a pause aborted it, or its engine, whoever asked for that, or if it returned None, as there is more
-        to come.
+        It is called again if a pause or the engine aborted it for any reason, or if it returned None because more
+        tokens are needed.
 
-        `place` is asked before each, once it is admitted, for the url of the backend that it will be on.
-        `waiting(PAUSED)` is entered while it waits for that. Raises what `call` raises; a cancel passes as ever.
+        Before each call, once admitted, `place` returns the url of the backend for the call. `waiting(PAUSED)` is
+        entered during the wait for admission. Exceptions of `call` and cancellation propagate.
         """
         while True:
             if self._closed:

@@ -1,4 +1,4 @@
-"""A registered backend: its engine, its state, its health, its load, and how many tasks it may have."""
+"""A registered backend: its engine, state, health, load, and task limit."""
 
 from __future__ import annotations
 
@@ -17,43 +17,42 @@ if TYPE_CHECKING:
 
 
 BackendState = Literal["active", "draining", "removed", "down"]
-"""`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease.
-`down`: expected, and not registered before it passes its probe."""
+"""`active` accepts tasks. `draining` accepts none and stays listed. `removed` accepts none and disappears with its last
+lease. `down`: expected, and not registered before it passes its probe."""
 
 MAX_DOUBLINGS: Final = 3
-"""The most doublings of the probes that close it, while the first call after each recovery fails."""
+"""Limit on doublings of the probes required to close, while the first call after each recovery fails."""
 
 BreakerState = Literal["closed", "open", "half_open"]
-"""`closed`: takes tasks. `open`: failed too often, and takes none. `half_open`: answers probes again, but not yet often
-enough to be given tasks."""
+"""`closed`: accepts tasks. `open`: failed too often, and accepts none. `half_open`: answers probes again, but not yet
+often enough to receive tasks."""
 
 
-# An estimate from an engine's load: how long a call would wait there, and what a prefix costs to read again. Pure.
+# Estimates from an engine's load: the waiting time of a call, and the cost of recomputing a prefix. Pure.
 #
-# A call waits `waiting * service_s / running` seconds: by Little's law, `running` calls that take `service_s` each
-# leave at the rate `running / service_s`, and `waiting` are ahead. What is measured is how long calls take from being
-# sent to the answer; of that, `running / (running + waiting)` is service. The rest is wait, which, unlike the
-# service, is another one as soon as tasks come or go. A task that moves has its prefix read again: `prefix tokens /
-# prefill rate` seconds. So it moves when
+# A call waits `waiting * service_s / running` seconds. By Little's law, `running` calls of `service_s` each leave at
+# the rate `running / service_s`, and `waiting` are ahead. The measured time of a call runs from sending to the answer;
+# the share `running / (running + waiting)` is service. The rest is waiting time, which changes at once when tasks come
+# or go. A task that moves has its prefix recomputed: `prefix tokens / prefill rate` seconds. So it moves when
 #
 #     wait here > skew_margin_s + skew_ratio * (wait there + prefix there)
 #
-# and the margin and the ratio keep it from moving back and forth over small or short differences.
+# The margin and the ratio prevent it from oscillating over small or short differences.
 
 CALL_WEIGHT = 0.1
-"""The share of the latest call in the moving average of how long calls take."""
+"""The weight of the latest call in the moving average of call times."""
 MIN_PREFILL_TOKENS = 256
-"""Fewer than these since the last report tell nothing of the rate."""
+"""With fewer tokens since the last report, the rate is not updated."""
 
 
 class LoadEstimate:
-    """An estimate for one backend. Without reports, nothing is estimated.
+    """A load estimate for one backend. Without reports nothing is estimated.
 
     Attributes:
-        load: the last report; None: there is none, or it failed.
-        pressed: the KV cache was too full at the last report, or requests lost their place in it since the one before.
+        load: the last report; None if it is missing or failed.
+        pressed: the KV cache was too full at the last report, or requests were evicted from it since the previous one.
         prefill_tokens_per_s: as a request sees it.
-        service_s: how long calls from here took lately, without their wait.
+        service_s: recent duration of calls from here, without their waiting time.
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,7 @@ class LoadEstimate:
         self._came = 0
 
     def reported(self, load: LoadReport | None, max_kv_usage: float) -> None:
-        """Take a report, or None: the engine failed to give one, and nothing is known of it now."""
+        """Process a report, or None if the engine failed to report, so that its load is now unknown."""
         self.load, self._came = load, 0
         if load is None:
             return
@@ -82,7 +81,7 @@ class LoadEstimate:
             self.prefill_tokens_per_s = tokens / seconds
 
     def call_ended(self, used_s: float) -> None:
-        """Update `service_s` with a completion that took `used_s` seconds from being sent to its answer.
+        """Update `service_s` with a completion that took `used_s` seconds from sending to the answer.
 
         Its share of service is estimated from the last report; without a report nothing changes.
         """
@@ -94,18 +93,18 @@ class LoadEstimate:
         self.service_s = before_s + CALL_WEIGHT * (service_s - before_s)
 
     def task_moved(self, change: int) -> None:
-        """Count a task that came (1) or went (-1) since the last report, as one call more or less that waits here."""
+        """Count a task that came (1) or left (-1) since the last report, as one waiting call more or less."""
         self._came += change
 
     @property
     def wait_s(self) -> float | None:
-        """Return the seconds that a call sent now would wait; None: not known."""
+        """Return the seconds that a call sent now would wait; None if unknown."""
         return None if self.load is None else self._wait_s(self.load, self._came, self.service_s)
 
     def entry_s(self, prefix_tokens: int, here: LoadEstimate) -> float | None:
-        """Return what a call waits that comes from `here`, and whose prefix is not cached there. None: not known.
+        """Return the seconds that a call moved from `here` would wait, with its prefix not cached. None if unknown.
 
-        Until something else is known: it is as fast as `here`, and if nobody waits there, as many can run.
+        Until measured, it is assumed to be as fast as `here`, and to run as many calls if no call waits there.
         """
         rate = self.prefill_tokens_per_s or here.prefill_tokens_per_s
         if self.load is None or here.load is None or rate is None:
@@ -124,7 +123,7 @@ class LoadEstimate:
         return None if service_s is None else waiting * service_s / max(1, load.running)
 
     def figures(self) -> dict[str, Any]:
-        """Return what `BackendStatistics` has of it."""
+        """Return its fields of `BackendStatistics`."""
         figures: dict[str, Any] = {"wait_s": self.wait_s, "prefill_tokens_per_s": self.prefill_tokens_per_s}
         if self.load is not None:
             figures["engine_running"] = self.load.running
@@ -136,15 +135,15 @@ class LoadEstimate:
 class CircuitBreaker:
     """The circuit breaker of one backend.
 
-    What a call finds counts only while closed: those that end late say nothing of a recovery.
+    Results of calls count only while it is closed, because calls that end late say nothing about a recovery.
 
-    A good probe makes up for bad ones, not for failed calls: there are engines that answer the one and not the other.
-    Each of these would draw all tasks, as it has the least to do. So when the first call after a recovery fails, it
-    opens at once, and closes after twice as many good probes as the last time.
+    A good probe compensates for bad probes but not for failed calls, because some engines answer probes but fail calls.
+    Such an engine would attract all tasks, because it has the lowest load. So when the first call after a recovery
+    fails, the breaker opens at once, and closes only after twice as many good probes as last time.
 
     Attributes:
-        policy: what it goes by; another one holds from the next call or probe on.
-        openings: how often it opened.
+        policy: its settings; a new policy applies from the next call or probe.
+        openings: number of times it opened.
     """
 
     def __init__(self, policy: HealthConfig) -> None:
@@ -152,31 +151,31 @@ class CircuitBreaker:
         self.policy = policy
         self.openings = 0
         self._failed_calls = 0
-        """Since the last good one, while closed. So with probes."""
+        """Since the last success, while closed. The same applies to probes."""
         self._failed_probes = 0
         self._good_probes = 0
-        """In a row, while half open."""
+        """Consecutive, while half open."""
         self._on_trial = False
         """No call was answered since it closed."""
         self._failed_trials = 0
-        """In a row."""
+        """Consecutive."""
 
     def __repr__(self) -> str:
         return f"<CircuitBreaker {self.state}, {self._failed_calls + self._failed_probes} failures>"
 
     @property
     def closed(self) -> bool:
-        """Return True if the backend may be given tasks."""
+        """Return True if the backend may receive tasks."""
         return self.state == "closed"
 
     def adopt(self, policy: HealthConfig) -> None:
-        """Go by another policy from the next call or probe on."""
+        """Apply another policy from the next call or probe on."""
         self.policy = policy
 
     def call_ended(self, *, ok: bool, began: int | None = None) -> None:
-        """Count a completion that was answered, or given up.
+        """Count a completion that was answered or given up.
 
-        `began`: the `openings` as it was sent; it does not count if there was another one since.
+        `began`: the value of `openings` when it was sent; the call is ignored if the breaker has opened since.
         """
         if not self.closed or began not in (None, self.openings):
             return
@@ -189,7 +188,7 @@ class CircuitBreaker:
         self._open_if_due()
 
     def probed(self, *, ok: bool) -> None:
-        """Count a probe that was answered as it must be, or not."""
+        """Count a successful or failed probe."""
         if self.closed:
             self._failed_probes = 0 if ok else self._failed_probes + 1
             self._open_if_due()
@@ -202,12 +201,12 @@ class CircuitBreaker:
                 self._close(on_trial=True)
 
     def trip(self) -> None:
-        """Open at once: it is known to be of no use."""
+        """Open at once, because the backend is known to be unusable."""
         self.openings += self.closed
         self.state, self._good_probes = "open", 0
 
     def reset(self) -> None:
-        """Close it, as at first: it was just found fit by whoever added it."""
+        """Close and reset it, because the backend was just added and found fit."""
         self._failed_trials = 0
         self._close(on_trial=False)
 
@@ -222,9 +221,9 @@ class CircuitBreaker:
 
 
 class ConcurrencyLimit:
-    """The tasks that a backend may have: fewer by a factor when its KV cache is too full, more one by one when not.
+    """The adaptive task limit of a backend: reduced by a factor when its KV cache is too full, else raised one by one.
 
-    `tasks` is 0, for no limit, until the cache was too full for the first time.
+    `tasks` is 0 (no limit) until the cache is too full for the first time.
     """
 
     def __init__(self) -> None:
@@ -233,8 +232,8 @@ class ConcurrencyLimit:
     def adapt(self, policy: LoadConfig, *, pressed: bool, in_flight: int) -> None:
         """Lower the limit if `pressed`, else raise it if it is reached.
 
-        A decrease is given the time to work: tasks beyond the limit stay till they end, and until it is kept there is
-        no other. A limit that nobody runs into is not raised.
+        A decrease needs time to take effect: tasks beyond the limit stay until they end, and the limit is not lowered
+        again before it is met. A limit that is not reached is not raised.
         """
         if pressed and (not self.tasks or in_flight <= self.tasks):
             self.tasks = max(policy.min_tasks, int(in_flight * policy.decrease_factor))
@@ -242,7 +241,7 @@ class ConcurrencyLimit:
             self.tasks += policy.increase_tasks
 
     def within(self, max_tasks: int) -> int:
-        """Return the limit in force, where `max_tasks` is the configured one (0 for none)."""
+        """Return the effective limit; `max_tasks` is the configured limit (0 for none)."""
         return min(self.tasks or max_tasks, max_tasks or self.tasks)
 
 
@@ -251,14 +250,14 @@ class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         url, state: see `Backend`.
-        in_flight, assigned_total: tasks that it has now, and all that it ever took.
-        suspended: it is not healthy, and gets no tasks whatever its state.
-        weight: its share of the tasks beside others.
-        max_tasks: its limit now; 0 for none.
+        in_flight, assigned_total: its current tasks, and all tasks it ever received.
+        suspended: it is unhealthy and receives no tasks, whatever its state.
+        weight: its relative share of the tasks.
+        max_tasks: its current limit; 0 for none.
         error: why it is `down` or suspended.
-        policy_version: what its next completions are recorded under; empty before it was reached.
-        engine_running, engine_waiting, kv_usage: what the engine last reported; None: nothing.
-        wait_s, prefill_tokens_per_s: see `LoadEstimate`; None: not known.
+        policy_version: the version recorded for its next completions; empty before first contact.
+        engine_running, engine_waiting, kv_usage: the engine's last report; None if missing.
+        wait_s, prefill_tokens_per_s: see `LoadEstimate`; None if unknown.
     """
 
     url: str
@@ -278,17 +277,17 @@ class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backend:
-    """A registration of a backend, with identity: adding the URL of a removed one makes another `Backend`.
+    """A registration of a backend, with identity: re-adding the URL of a removed backend creates another `Backend`.
 
-    Its fields are changed by its own methods alone. Those that change what its rank among the others is made of are for
-    `Placement` to call, which ranks it anew.
+    Only its own methods change its fields. Only `Placement` may call methods that affect the rank, because it must
+    rerank the backend.
 
     Attributes:
-        url, client: its name, and what it is called by.
-        engine: what is known of it, and control of it.
-        state, weight, max_tasks: as `Placement` has it; `max_tasks` 0 for no limit.
-        in_flight, assigned_total: tasks that it has, and ever had.
-        suspended: out of health: it takes no tasks, whatever its state; `why`.
+        url, client: its name, and the client that calls it.
+        engine: the known facts about the engine, and control of it.
+        state, weight, max_tasks: as set by `Placement`; `max_tasks` 0 for no limit.
+        in_flight, assigned_total: its current tasks, and all tasks it ever received.
+        suspended: it is unhealthy and receives no tasks, whatever its state; `why` contains the reason.
         breaker, load, limit, pace: what its calls, probes and reports show.
     """
 
@@ -302,7 +301,7 @@ class Backend:
         weight: float = 1.0,
         max_tasks: int = 0,
     ) -> None:
-        """Register a backend that a probe found to be `info`. Raises ValueError: the weight is not above 0."""
+        """Register a backend that a probe found to be `info`. Raises ValueError if the weight is not above 0."""
         _check_weight(client.url, weight)
         self.url = client.url
         self.client = client
@@ -319,7 +318,7 @@ class Backend:
         self.limit = ConcurrencyLimit()
         self.pace = Pace()
         self._held = False
-        """It is paused, and not by us."""
+        """Another client has paused it."""
 
     def __repr__(self) -> str:
         suspended = ", suspended" if self.suspended else ""
@@ -327,17 +326,17 @@ class Backend:
 
     @property
     def info(self) -> EngineInfo:
-        """Return the last findings about its engine."""
+        """Return the results of the engine's last probe."""
         return self.engine.info
 
     @property
     def accepting(self) -> bool:
-        """Return True if it may be given tasks, as far as there is room: it is active and not suspended."""
+        """Return True if it may receive tasks within its limit: it is active and not suspended."""
         return self.state == "active" and not self.suspended
 
     @property
     def full(self) -> bool:
-        """Return True if it has as many tasks as it may."""
+        """Return True if it has reached its task limit."""
         return self.in_flight >= self.max_tasks > 0
 
     def statistics(self) -> BackendStatistics:
@@ -358,30 +357,29 @@ class Backend:
     # ------------------------------------------------------------ for `Placement`
 
     def activate(self, weight: float | None) -> None:
-        """Take tasks from now on, with another weight if one is given."""
+        """Accept tasks from now on, with another weight if one is given."""
         if weight is not None:
             self.weigh(weight)
         self.state = "active"
 
     def retire(self, state: Literal["draining", "removed"]) -> None:
-        """Take no tasks any more."""
+        """Stop accepting tasks."""
         self.state = state
 
     def weigh(self, weight: float) -> None:
-        """Change its share of the tasks beside others. Raises ValueError: it is not above 0."""
+        """Change its relative share of the tasks. Raises ValueError if it is not above 0."""
         _check_weight(self.url, weight)
         self.weight = weight
 
     def limit_tasks(self, max_tasks: int) -> None:
-        """Change how many tasks it may have."""
         self.max_tasks = max_tasks
 
     def suspend(self, *, suspended: bool) -> None:
-        """Take it out of health, or back in."""
+        """Suspend it for bad health, or reinstate it."""
         self.suspended = suspended
 
     def count(self, change: Literal[-1, 1]) -> None:
-        """Count a task that came or went."""
+        """Count a task that came or left."""
         self.in_flight += change
         self.assigned_total += change > 0
 
@@ -389,21 +387,21 @@ class Backend:
 
     @property
     def well(self) -> bool:
-        """It is fit to be given tasks, as its calls and probes say."""
+        """Return whether it may receive tasks, according to its calls and probes."""
         return self.breaker.closed and not self._held
 
     def added(self, info: EngineInfo) -> None:
-        """Begin anew, as whoever added it just found it fit: what was wrong before does not count."""
+        """Reset its health, because it was just added and found fit."""
         self.breaker.reset()
         self._held, self.why = False, ""
         self.engine.added(info)
 
     def blame(self, why: str) -> None:
-        """Say why it is not well, where it is not."""
+        """Record why it is unhealthy, if it is."""
         self.why = "" if self.well else why or self.why
 
     def probe_answered(self, found: EngineInfo, since: EngineInfo) -> str:
-        """Take the answer of a probe that began when `since` was known. Returns what is wrong, or nothing."""
+        """Process the answer to a probe that began when `since` was known. Returns the problem, or an empty string."""
         self._held, why = False, ""
         if found.model != since.model:
             why = f"{self.url}: serves {found.model}, not {since.model}, now"
@@ -419,13 +417,13 @@ class Backend:
         return why
 
     def probe_failed(self, *, held: bool) -> None:
-        """Count a probe that was not answered as it must be; `held`: as somebody else has paused the engine."""
+        """Count a failed probe; `held`: another client has paused the engine."""
         self._held = held
         if not held:
             self.breaker.probed(ok=False)
 
     def forget_reports(self, *, load: bool) -> None:
-        """Forget what its reports were the reason for: its own limit, and with `load` what they say of its load."""
+        """Forget the effects of its reports: its own limit and, with `load`, the load estimate."""
         self.limit = ConcurrencyLimit()
         if load:
             self.load = LoadEstimate()

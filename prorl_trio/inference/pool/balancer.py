@@ -1,4 +1,4 @@
-"""Load balancing: a task gets a backend when its turn has come, and moves for a stated reason."""
+"""Load balancing: a task gets a backend in turn, and moves only for a stated reason."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# A waiting line for backends, by class. Pure state; each who waits has an event that tells it to look again.
+# A waiting line for backends, by class. Pure state; each waiter has an event that wakes it to check again.
 #
-# Of several classes the one of the lowest priority number goes first, and within a class who came first. So that
-# nobody waits for ever behind a stream of others, a class that was passed over `MAX_PASSED_OVER` times in a row is
-# served next.
+# The class with the lowest priority number is served first; within a class, the order is FIFO. To avoid starvation, a
+# class that was passed over `MAX_PASSED_OVER` times in a row is served next.
 
 MAX_PASSED_OVER = 8
-"""Served before it, of classes that go first, while it waits."""
+"""Tasks of higher classes served before a waiting task."""
 
 
 class Waiter:
-    """A task in line. `assignment` is set when its turn has come; `woken` then, and whenever there is news for it."""
+    """A task in line. `assignment` is set when its turn has come; `woken` is then set, and also for any news."""
 
     __slots__ = ("assignment", "priority", "task_id", "woken")
 
@@ -51,14 +50,14 @@ class Waiter:
 
 
 class WaitingLine:
-    """The tasks that wait, by class.
+    """The waiting tasks, by class.
 
-    The one at place k (from 0) of its class is served after at most `(k + 1) * (MAX_PASSED_OVER + classes)` others.
+    The task at position k (from 0) of its class is served after at most `(k + 1) * (MAX_PASSED_OVER + classes)` others.
     """
 
     def __init__(self) -> None:
         self._classes: dict[int, dict[str, Waiter]] = {}
-        """By priority; each in order of arrival. None is empty."""
+        """By priority; each in order of arrival, and never empty."""
         self._passed_over: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -68,14 +67,14 @@ class WaitingLine:
         return any(task_id in waiting for waiting in self._classes.values())
 
     def join(self, task_id: str, priority: int) -> Waiter:
-        """Come last of this class. The caller sees to it that a task stands in line once."""
+        """Append a task to its class. The caller ensures that a task stands in line only once."""
         waiter = Waiter(task_id, priority)
         self._classes.setdefault(priority, {})[task_id] = waiter
         self._passed_over.setdefault(priority, 0)
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """Let it wait no more, served or not. Idempotent."""
+        """Remove the waiter, served or not. Idempotent."""
         waiting = self._classes.get(waiter.priority, {})
         if waiting.get(waiter.task_id) is waiter:
             del waiting[waiter.task_id]
@@ -83,7 +82,7 @@ class WaitingLine:
                 del self._classes[waiter.priority], self._passed_over[waiter.priority]
 
     def serve(self, assign: Callable[[str], Assignment | None]) -> None:
-        """Give places to those whose turn it is, for as long as `assign` has any."""
+        """Assign places to waiters in turn until `assign` returns None."""
         while self._classes:
             priority = self._next_class()
             waiter = next(iter(self._classes[priority].values()))
@@ -98,7 +97,7 @@ class WaitingLine:
             waiter.woken.set()
 
     def tell_news(self) -> None:
-        """Wake all, to see for themselves what they wait for."""
+        """Wake all waiters, so that they check their conditions."""
         for waiting in self._classes.values():
             for waiter in waiting.values():
                 waiter.woken.set()
@@ -109,7 +108,7 @@ class WaitingLine:
 
 
 class LoadBalancer:
-    """A load balancer: it has tasks take backends in turn, and move.
+    """A load balancer: it assigns backends to tasks in turn, and moves tasks.
 
     Attributes:
         load: when a task moves, and how many tasks a backend may have.
@@ -124,7 +123,7 @@ class LoadBalancer:
         load: LoadConfig,
         on_change: Callable[[], None],
     ) -> None:
-        """`on_change` is called when a backend came, went, or changed its state."""
+        """`on_change` is called when a backend is added, removed, or changes its state."""
         self.load = load
         self.admission = admission
         self._placement = placement
@@ -135,31 +134,31 @@ class LoadBalancer:
 
     @property
     def waiting(self) -> int:
-        """Return the number of tasks that wait for a backend."""
+        """Return the number of tasks waiting for a backend."""
         return len(self._line)
 
     @property
     def closed(self) -> bool:
-        """Return True after `close`: no task gets a backend any more."""
+        """Return True after `close`: tasks no longer get backends."""
         return self._closed
 
     def adopt(self, load: LoadConfig) -> None:
-        """Go by another policy from now on."""
+        """Apply another policy from now on."""
         self.load = load
 
     def close(self) -> None:
-        """Let those who wait fail. Idempotent."""
+        """Fail all waiters. Idempotent."""
         self._closed = True
         self._line.tell_news()
 
     def tell_news(self) -> None:
-        """Have those who wait see for themselves what they wait for."""
+        """Make all waiters check their conditions."""
         self._line.tell_news()
 
     # ------------------------------------------------------------ tasks
 
     async def acquire(self, task_id: str, priority: int, waiting: Waiting, shortage: Callable[[], str]) -> Assignment:
-        """Place a task, once it is its turn: see `Backends.lease`. `shortage` says what it waits for."""
+        """Place a task in its turn: see `Backends.lease`. `shortage` returns the reason of the wait."""
         if task_id in self._line:
             raise ValueError(f"task {task_id!r} waits for a backend already")
         self._placement.check_free(task_id)
@@ -185,19 +184,19 @@ class LoadBalancer:
                 self.serve()
 
     def release(self, assignment: Assignment) -> None:
-        """Take a task off its backend. Its room is given to who waits."""
+        """Release a task's backend and give the freed place to a waiter."""
         self._placement.release(assignment)
         self.serve()
 
     def serve(self) -> None:
-        """Give what room there is to who waits."""
+        """Give free places to waiters."""
         if not self._closed:
             self._line.serve(self._placement.assign)
 
     def changed(self) -> None:
-        """Look again, as a backend came, went, or changed its state.
+        """Handle a backend that was added, removed, or changed its state.
 
-        There may be room, and who still waits sees why.
+        Waiters get free places; the others update their reasons for waiting.
         """
         self.serve()
         self._line.tell_news()
@@ -208,7 +207,7 @@ class LoadBalancer:
     def move(
         self, assignment: Assignment, reason: MoveReason, to: Backend | None = None, besides: Collection[Backend] = ()
     ) -> bool:
-        """See `Placement.move`. The room it leaves is given to who waits."""
+        """See `Placement.move`. The freed place goes to a waiter."""
         left = assignment.backend
         moved = self._placement.move(assignment, reason, to, besides)
         if moved:
@@ -220,8 +219,8 @@ class LoadBalancer:
     def place(self, assignment: Assignment, turn: PartialCompletion | None) -> None:
         """Prepare for a completion.
 
-        A task whose backend takes none any more moves, if it can; and so does one that is at the beginning of a `turn`
-        and better off elsewhere.
+        A task moves, if possible, when its backend no longer accepts tasks. At the start of a `turn`, it also moves if
+        it is better off elsewhere.
         """
         backend = assignment.backend
         if not backend.accepting:
@@ -232,7 +231,7 @@ class LoadBalancer:
     def freshen(self, assignment: Assignment, max_staleness: int) -> None:
         """Move the task if its backend's weights are more than `max_staleness` updates behind the trainer's.
 
-        Of the backends that are fresh enough, the one with the fewest tasks is taken; without one, nothing happens.
+        It moves to the fresh backend with the fewest tasks; if there is none, nothing happens.
         """
         if self._versions.behind(assignment.backend.info.policy_version) > max_staleness:
             fresh = self.fresh(max_staleness)
@@ -240,7 +239,7 @@ class LoadBalancer:
                 self.move(assignment, "stale", min(fresh, key=lambda backend: backend.in_flight))
 
     def fresh(self, max_staleness: int) -> list[Backend]:
-        """Return those that take tasks with weights no more than so many updates behind what the trainer has."""
+        """Return the accepting backends whose weights are at most `max_staleness` updates behind the trainer's."""
         behind = self._versions.behind
         return [
             backend
@@ -249,7 +248,7 @@ class LoadBalancer:
         ]
 
     def _better(self, current: Backend, turn: PartialCompletion) -> Backend | None:
-        """Return where a task is better off than on the `current` backend, by the formula of `pool.backend`."""
+        """Return a better backend for a task than `current`, by the formula of `pool.backend`."""
         here = current.load
         worth_s = (here.wait_s or 0.0) - self.load.skew_margin_s
         if worth_s <= 0:
@@ -267,13 +266,12 @@ class LoadBalancer:
 
     @contextmanager
     def judged(self, backend: Backend) -> Iterator[None]:
-        """Judge the backend's health by how the completion in the block ends.
+        """Update the backend's health by how the completion in the block ends.
 
-        It does not count where only the request is to blame, or a pause came across, in which it may have stood still
-        too long.
+        The result is ignored if only the request is to blame, or if a pause intervened, which may have stalled it.
 
-        An answer that breaks the contract counts as a failure: one that fails each call at once has the least to do,
-        and would draw all tasks.
+        An answer that breaks the contract counts as a failure. A backend that fails each call at once has the lowest
+        load, and would attract all tasks.
         """
         began, closings = backend.breaker.openings, self.admission.closings
         try:
@@ -288,7 +286,7 @@ class LoadBalancer:
         backend.breaker.call_ended(ok=True, began=began)
 
     def judge(self, backend: Backend, why: str) -> None:
-        """Take it out or in, as it is well or not."""
+        """Suspend or reinstate it according to its health."""
         backend.blame(why)
         if backend.suspended and backend.well:
             logger.info("backend %s is well again and takes tasks", backend.url)
@@ -300,13 +298,13 @@ class LoadBalancer:
         self.changed()
 
     def adapt(self, backend: Backend, *, pressed: bool) -> None:
-        """Change how many tasks `backend` may have, after a report: `pressed` says that its KV cache was too full."""
+        """Adapt the task limit of `backend` after a report; `pressed` means that its KV cache was too full."""
         if self.load.max_kv_usage:
             backend.limit.adapt(self.load, pressed=pressed, in_flight=backend.in_flight)
         self.apply_limit(backend)
 
     def apply_limit(self, backend: Backend) -> None:
-        """Have it keep to its limit, and to the pool's."""
+        """Apply its own limit and the pool's."""
         now = backend.limit.within(self._placement.max_tasks_per_backend)
         if now != backend.max_tasks:
             self._placement.limit_one(backend, now)

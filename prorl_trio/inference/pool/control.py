@@ -1,4 +1,4 @@
-"""Control of one engine: pauses, weights from a folder, and what the weights are called."""
+"""Control of one engine: pauses, weights from a folder, and the name of the weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNPAUSE_GRACE_S = 4.0
-"""For an engine that is to go on before its client is closed."""
+"""Time to resume an engine before its client is closed."""
 
 
 class WeightsOnTrial(NamedTuple):
-    """Weights that an engine was told to load in a pause, or that a trainer moves there itself (no `folder`).
+    """Weights that an engine was asked to load during a pause, or that a trainer transfers itself (without `folder`).
 
-    `loaded`: it said that it has them.
+    `loaded`: the engine confirmed that it has them.
     """
 
     folder: str
@@ -37,34 +37,34 @@ class WeightsOnTrial(NamedTuple):
 
 
 class AdapterOnTrial(NamedTuple):
-    """A LoRA adapter that an engine was told to load in a pause. `loaded`: it said that it has it."""
+    """A LoRA adapter that an engine was asked to load during a pause. `loaded`: the engine confirmed it."""
 
     name: str
     loaded: bool
 
 
 class OtherWeights(BackendError):
-    """An engine says that it has weights of another version than it should. Not retryable."""
+    """An engine reports weights of another version than expected. Not retryable."""
 
     def __init__(self, url: str, heard: str, policy_version: str) -> None:
         super().__init__(f"{url}: it says that its weights are {heard}, and not {policy_version}", retryable=False)
 
 
 class EngineControl:
-    """The engine of one backend, as it is told to stand still, which weights to have, and what these are called.
+    """Control of one backend's engine: pause, weights, and the name of the weights.
 
     Attributes:
-        info: what is known of it.
-        paused: by its own API, or it may be: no answer came.
+        info: the known facts about the engine.
+        paused: paused by its own API, or possibly paused because no answer arrived.
         why_paused: why it is still paused after the pool's resume.
-        weights: what those of its version can be loaded from again, if that is known.
-        trial: the ones it may have instead, until a resume announces them or takes them back.
-        named: what they were called on trial; empty: nothing.
-        adapter, adapter_trial: the LoRA adapter that it samples with (empty: none), and the one on trial.
+        weights: the source for reloading the weights of its version, if known.
+        trial: weights that it may have instead, until a resume announces them or reverts to the former ones.
+        named: their name on trial; empty if none.
+        adapter, adapter_trial: the LoRA adapter in use (empty: none), and the adapter on trial.
     """
 
     def __init__(self, client: EngineClient, info: EngineInfo, versions: VersionOrder) -> None:
-        """Versions that are in force here and that no resume announced are noted in `versions`."""
+        """Versions that come into force here without an announcement are recorded in `versions`."""
         self.client = client
         self.info = info
         self.weights = info.weights
@@ -79,16 +79,16 @@ class EngineControl:
         self._lock = trio.Lock()
 
     def added(self, info: EngineInfo) -> None:
-        """Begin anew, as whoever added it just found it to be `info`.
+        """Reset its state, because it was just added with a probe result of `info`.
 
-        What it has are weights of a version of the policy.
+        Its weights are some version of the policy.
         """
         known, versions = self.info, self._versions
         if info.policy_version == UNKNOWN_VERSION:
             info = msgspec.structs.replace(info, policy_version=versions.current)
-        elif info.label == known.label:  # added again, with the weights that it had
+        elif info.label == known.label:  # added again, with its former weights
             info = msgspec.structs.replace(info, policy_version=known.policy_version)
-        if info.label in (UNNAMED, "") or info.label != known.label:  # with what it was started with, at best
+        if info.label in (UNNAMED, "") or info.label != known.label:  # it has its start weights at best
             self.weights = info.weights if versions.current == UNKNOWN_VERSION else ""
         self.weights = self.weights or versions.folder(info.policy_version)
         self.trial, self.adapter_trial, self.named = None, None, ""
@@ -96,10 +96,10 @@ class EngineControl:
         versions.note(info.policy_version)
 
     def heard(self, label: str, since: EngineInfo) -> None:
-        """Take its own name for its weights, from a call that was made when `since` was known of it.
+        """Process the engine's own name for its weights, from a call made when `since` was known.
 
-        Weights that got another name without a resume of the pool are recorded under that from now on. One that has no
-        name for them any more was started again: that is for the probe to judge, see `lost_weights`.
+        Weights renamed without a resume of the pool are recorded under the new name from now on. If the name is gone,
+        the engine was restarted; the probe handles that, see `lost_weights`.
         """
         known = self.info
         if not label or (known.label, known.policy_version) != (since.label, since.policy_version):
@@ -112,26 +112,27 @@ class EngineControl:
             self._versions.note(label)
 
     def probed(self, found: EngineInfo, since: EngineInfo) -> None:
-        """Take what a probe found, begun when `since` was known. What the pool calls its weights stays."""
+        """Process the result of a probe that began when `since` was known. The pool's name for its weights stays."""
         self.heard(found.label, since)
         known = self.info
         self.info = msgspec.structs.replace(found, label=known.label, policy_version=known.policy_version)
 
     def lost_weights(self, found: EngineInfo, since: EngineInfo) -> bool:
-        """Return whether a probe, begun when `since` was known, shows that it was started again.
+        """Return whether a probe that began when `since` was known shows that the engine was restarted.
 
-        Its weights had a name, and have none now, so they are not those that tokens would be recorded under.
+        Its weights had a name and no longer have one, so they are not the weights that tokens would be recorded under.
         """
         return found.label == UNNAMED and self.info.label == since.label and since.label not in ("", UNNAMED)
 
     async def operate(self, request: PauseBackends | WeightsStep) -> EngineAnswer:
-        """Have it take one step of a policy update: stop sampling, or load or confirm weights or an adapter, on trial.
+        """Perform one step of a policy update: stop sampling, or load or confirm weights or an adapter on trial.
 
-        `not_offered`, and nothing has changed, where it has no API for that.
+        Returns `not_offered`, without any effect, if the engine lacks an API for the step.
 
         Raises:
-            OtherWeights: it says that it has weights of another version.
-            BackendError: it failed. It counts as paused, and what it was to load stays on trial, as it may have it.
+            OtherWeights: the engine reports weights of another version.
+            BackendError: the step failed. The engine counts as paused, and the new weights stay on trial, because it
+                may have loaded them.
         """
         async with self._lock:
             match request:
@@ -167,13 +168,13 @@ class EngineControl:
         return False
 
     async def _confirm(self, wanted: ConfirmWeights) -> bool:
-        """Have it say that its weights are of that version. False: it says nothing."""
-        version, names = wanted.policy_version, True  # it has names for its weights
+        """Ask the engine to confirm that its weights have that version. Returns False if it reports no versions."""
+        version, names = wanted.policy_version, True  # whether the engine names its weights
         if wanted.tell:
             self.named = version
             if error := await self.label(version, wanted.timeout_s):
                 raise BackendError(error, retryable=True)
-            names = bool(self.info.label)  # as it answered; a completion that ends meanwhile may tell of another
+            names = bool(self.info.label)  # read now, because a completion that ends in between may change it
             if not names:
                 self.named = ""
         heard = await self.client.read_label(timeout_s=wanted.timeout_s)
@@ -187,18 +188,18 @@ class EngineControl:
 
     @property
     def failed_to_load(self) -> bool:
-        """Return whether weights or an adapter are on trial that it never said it has."""
+        """Return whether weights or an adapter are on trial without the engine's confirmation."""
         trials = (self.trial, self.adapter_trial)
         return any(trial is not None and not trial.loaded for trial in trials)
 
     def announce(self, policy_version: str) -> None:
-        """Record what it samples next under this version: its weights on trial are the policy's now."""
+        """Record following tokens under this version: the weights on trial are now the policy's."""
         if self.trial is not None:
             self.weights = self.trial.folder
             self._versions.locate(policy_version, "" if self.adapter_trial else self.weights)
-        elif policy_version != self.info.policy_version and self.adapter_trial is None:  # somebody else has moved them
+        elif policy_version != self.info.policy_version and self.adapter_trial is None:  # transferred externally
             self.weights = ""
-        if self.trial is not None or self.adapter_trial is not None:  # whole weights have no adapter
+        if self.trial is not None or self.adapter_trial is not None:  # full weights replace the adapter
             self._use_adapter("" if self.adapter_trial is None else self.adapter_trial.name)
         self.trial, self.adapter_trial, self.named = None, None, ""
         self.info = msgspec.structs.replace(self.info, policy_version=policy_version)
@@ -210,7 +211,7 @@ class EngineControl:
             self.client.use_adapter(name)
 
     async def unload_outdated(self, timeout_s: float) -> None:
-        """Have it forget adapters that nothing is sampled with any more. One that fails to is logged."""
+        """Unload adapters that are no longer used for sampling. Failures are logged."""
         async with self._lock:
             while self._outdated:
                 name = self._outdated.pop()
@@ -220,12 +221,12 @@ class EngineControl:
                     logger.warning("backend %s keeps the adapter %s: %s", self.client.url, name, exc)
 
     async def unpause(self, timeout_s: float) -> None:
-        """Resume it if it was paused here, also if it is just being told to pause: then after that.
+        """Resume the engine if it was paused here. If a pause is still in progress, resume after it.
 
-        One that has weights on trial gets its former ones first: see `restore`.
+        An engine with weights on trial gets its former weights first: see `restore`.
 
         Raises:
-            BackendError: it failed, and counts as paused.
+            BackendError: the resume failed; the engine counts as paused.
         """
         async with self._lock:
             self.why_paused = f"{self.client.url}: it did not answer its resume"
@@ -239,16 +240,16 @@ class EngineControl:
                 raise
 
     async def restore(self, timeout_s: float) -> None:
-        """Give it its former weights and their name back, if it has others on trial, in the time that it had for those.
+        """Restore the former weights and their name if others are on trial, within the same time limit as for those.
 
         Raises:
-            BackendError: it failed; they stay on trial.
+            BackendError: the restore failed; the weights stay on trial.
         """
         async with self._lock:
             await self._restore(timeout_s)
 
     async def label(self, policy_version: str, timeout_s: float) -> str:
-        """Tell it what its weights are called from now on. Why it failed, or nothing."""
+        """Set the engine's name for its weights. Returns why it failed, or an empty string."""
         label, error = "", ""
         try:
             if await self.client.label_weights(policy_version, timeout_s=timeout_s):
@@ -266,7 +267,7 @@ class EngineControl:
             if self.adapter_trial.name != self.adapter:
                 self._outdated.append(self.adapter_trial.name)
             self.adapter_trial = None
-        if self.named:  # or tokens of the former weights would be of the later version
+        if self.named:  # otherwise tokens of the former weights would get the later version
             if error := await self.label(self.info.policy_version, timeout_s):
                 raise BackendError(error, retryable=True)
             self.named = ""
@@ -286,7 +287,7 @@ class EngineControl:
             )
 
     async def aclose(self) -> None:
-        """Close the client. An engine that was paused here is told to go on before, as nobody else would."""
+        """Close the client. An engine that was paused here is resumed first, because no other client would do so."""
         with trio.move_on_after(UNPAUSE_GRACE_S), suppress(BackendError):
             await self.unpause(UNPAUSE_GRACE_S)
         if self.paused:

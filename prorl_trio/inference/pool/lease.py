@@ -1,4 +1,4 @@
-"""A task's hold on a backend: what the agent's loop calls. Sticky, and moved for a stated reason only."""
+"""A task's lease of a backend, called by the agent's loop. It is sticky, and moves only for a stated reason."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
-"""At one completion, in which nothing came, each on another backend."""
+"""Names of the attempts at one completion without any tokens, each on another backend."""
 
 MAX_EMPTY_ABORTS = 3
-"""The most in one completion, by an engine that nobody had asked for them here."""
+"""Maximal number of empty aborts in one completion by an engine that this pool did not ask to abort."""
 
 
 class _Call(NamedTuple):
-    """A call of an engine that is `known` so, after so many `closings`; `scouts`: streamed to learn the pace."""
+    """A call of an engine with the `known` facts, after `closings` closings; `scouts`: streamed to measure the pace."""
 
     backend: Backend
     known: EngineInfo
@@ -43,7 +43,7 @@ class _Call(NamedTuple):
 
 
 class Attempt:
-    """An attempt at `partial`. A pause may cut it, and slices have it go on: each time another call is made."""
+    """An attempt at `partial`. Pauses and slices split it into several calls."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Attempt:
         self._in_one_piece = False
 
     def place(self) -> str:
-        """Move the task to another backend, before a call, if that is better; return the URL of the one it is on."""
+        """Before a call, move the task to another backend if that is better; return the URL of its backend."""
         self._balancer.place(self._assignment, None if self._partial.begun else self._partial)
         return self._assignment.backend.url
 
     async def call(self) -> Completion | None:
-        """Ask the engine for what is missing. None: there is more to come."""
+        """Ask the engine for the missing tokens. Returns None if more calls are needed."""
         backend, partial = self._assignment.backend, self._partial
         if (whole := partial.begin_attempt(lambda: backend.info)) is not None:
             await trio.lowlevel.checkpoint()
@@ -83,7 +83,7 @@ class Attempt:
                 partial.stream = backend.pace.streams
                 if not partial.cut():
                     raise
-                return None  # it is slow, and goes on from there
+                return None  # the engine is slow; another call continues from there
             except (CannotStream, RequestRefused):
                 if partial.cut() or not call.scouts:
                     raise
@@ -97,7 +97,7 @@ class Attempt:
             return self._answered(call, completion, production)
 
     def _begin(self, backend: Backend) -> _Call:
-        """Decide how much the engine is asked for, and whether it is to stream that."""
+        """Decide how many tokens to request, and whether to stream them."""
         partial, sent_s = self._partial, trio.current_time()
         tokens, timeout_s = partial.next_tokens, partial.request.timeout_s
         may_scout = not self._in_one_piece and partial.slice_tokens > 0
@@ -128,14 +128,14 @@ class Attempt:
             )
 
     def _answered(self, call: _Call, completion: Completion, production: Production) -> Completion | None:
-        """Add the answer to what there is, and learn from how it came. None: there is more to come."""
+        """Add the answer to the tokens so far, and update the estimates. Returns None if more calls are needed."""
         backend, admission, now_s = call.backend, self._admission, trio.current_time()
         sampled, aborted = len(completion.token_ids), completion.finish_reason == "abort"
         if self._in_one_piece or (call.streams and not production.streamed):
             backend.pace.cannot_stream()
         production.answered(sampled, now_s, admission.opening)
         if not aborted and call.closings == admission.closings:
-            backend.load.call_ended(now_s - call.sent_s)  # it was neither cut nor stood still
+            backend.load.call_ended(now_s - call.sent_s)  # it was neither cut nor stalled
         goes_on = completion.finish_reason == "length" and sampled == call.tokens < self._partial.room
         whole = self._partial.add(completion)
         backend.engine.heard(completion.label, call.known)
@@ -150,39 +150,37 @@ class Attempt:
 
 
 def unused(_since_s: float) -> None:
-    """Ignore when tokens came."""
+    """Ignore the production time of tokens."""
 
 
 class Lease:
-    """A task's hold on one backend, for all its calls. Made by `Backends.lease`."""
+    """A task's lease of one backend, for all its calls. Created by `Backends.lease`."""
 
     def __init__(self, balancer: LoadBalancer, assignment: Assignment) -> None:
         self._balancer = balancer
         self._assignment = assignment
         self._failed: list[Backend] = []
-        """The backends that `repin` left, since a completion succeeded."""
+        """The backends that `repin` has left since the last successful completion."""
 
     def __repr__(self) -> str:
         return f"<Lease of {self.task_id} on {self.url}>"
 
     @property
     def task_id(self) -> str:
-        """Return the id of the task that holds the lease."""
         return self._assignment.task_id
 
     @property
     def url(self) -> str:
-        """Return the URL of the backend held now."""
         return self._assignment.backend.url
 
     @property
     def client(self) -> EngineClient:
-        """Return the client of the backend held now; it changes with `repin`. The task must not close it."""
+        """Return the client of the current backend; it changes with `repin`. The task must not close it."""
         return self._assignment.backend.client
 
     @property
     def info(self) -> EngineInfo:
-        """Return the findings of the last probe of the backend held now."""
+        """Return the results of the current backend's last probe."""
         return self._assignment.backend.info
 
     async def complete(
@@ -193,19 +191,21 @@ class Lease:
         calling: Waiting = unseen,
         produced: Callable[[float], None] = unused,
     ) -> Completion:
-        """Complete it; where a backend fails for good, another one goes on, and so on, each but once.
+        """Complete `partial`. If a backend fails for good, continue on another; each backend is tried once.
 
-        Where there is no other, one may go on itself that failed in the middle of an answer, or was too slow for one in
-        one piece. Nothing received is sampled again: it stays in `partial`, also if this raises or is cancelled.
+        If no other backend is available, the same one may continue if it failed in the middle of an answer, or was too
+        slow for an unstreamed answer. Received tokens are never sampled again: they stay in `partial`, even if this
+        raises or is cancelled.
 
         Args:
-            partial: what is asked for, and what there is of it.
+            partial: the request, and the tokens so far.
             waiting: entered while the pool is paused: see `Admission.run`.
-            calling: entered for each attempt, with the backend that it begins on.
-            produced: told, as tokens come, since when the engine worked on them: see `Production`.
+            calling: entered for each attempt, with its first backend.
+            produced: called as tokens arrive, with the time at which the engine began to produce them: see
+                `Production`.
 
         Raises:
-            BackendError: the last one's. Otherwise as `EngineClient.generate`.
+            BackendError: the last backend's error. Otherwise as `EngineClient.generate`.
         """
         failed = 0
         while True:
@@ -214,7 +214,7 @@ class Lease:
                 with calling(f"backend {self.url}: completion"):
                     return await self.attempt(partial, ATTEMPTS[failed], waiting=waiting, produced=produced)
             except BackendError as exc:
-                went_on = (len(partial), partial.stream) > before  # it has more tokens, or will have them streamed now
+                went_on = (len(partial), partial.stream) > before  # it has more tokens, or will now stream
                 failed = 0 if went_on else failed + 1
                 if failed == len(ATTEMPTS) or not exc.retryable or not (self.repin() or went_on):
                     raise
@@ -228,14 +228,14 @@ class Lease:
         waiting: Waiting = unseen,
         produced: Callable[[float], None] = unused,
     ) -> Completion:
-        """Ask the backend held now for the rest of a completion, once the pool is not paused.
+        """Ask the current backend for the rest of a completion, once the pool is not paused.
 
         See `EngineClient.generate`.
 
-        A pause that aborts has it continued after the resume, from the tokens received: those the engine answered the
-        abort with, or those streamed before. So it is with an abort that somebody else asked the engine for, at once.
-        The time-out is for one call of the engine, and goes on in a pause that keeps it; the wait for a resume is not
-        counted. The spans say which tokens were sampled under which policy version. `name` ends the request's id.
+        If a pause aborts the completion, it continues after the resume from the tokens received, streamed or in the
+        answer to the abort. After an abort by another client of the engine, it continues at once. The time-out applies
+        to one call of the engine. It runs on during a pause that keeps the call, but not while waiting for a resume.
+        The spans record the policy version of each token. `name` ends the request's id.
         """
         request_id = f"{partial.request.request_id}-{name}"
         attempt = Attempt(self._balancer, self._assignment, partial, request_id, produced)
@@ -246,14 +246,15 @@ class Lease:
     def freshen(self, max_staleness: int) -> None:
         """Move to another backend if this one's weights are more than `max_staleness` updates behind the trainer's.
 
-        Of the backends that are fresh enough, the one with the fewest tasks is taken; without one, nothing happens.
+        The target is the fresh backend with the fewest tasks; if there is none, nothing happens.
         """
         self._balancer.freshen(self._assignment, max_staleness)
 
     def repin(self) -> bool:
         """Move to the least loaded other backend, after this one failed.
 
-        Not to one that has failed since a completion succeeded: as its tasks left it, it has the least to do.
+        Backends that failed since the last successful completion are excluded: they have few tasks because tasks left
+        them.
 
         Returns:
             False, still on the same backend, if no other one accepts tasks. Never waits.

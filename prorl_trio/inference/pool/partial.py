@@ -1,7 +1,7 @@
-"""A completion over several attempts: a pause or a failure cuts it, and it is continued from what was sampled.
+"""A completion over several attempts: after a pause or a failure it continues from the sampled tokens.
 
-Continuing from the sampled tokens draws from the same distribution as going on would have; sampling anew would favour
-short completions, as they are cut less often. So no token that was received is ever sampled again.
+Continuing from the sampled tokens draws from the same distribution as an uninterrupted completion. Sampling anew would
+favour short completions, because they are cut less often. So received tokens are never sampled again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class PartialCompletion:
-    """The tokens sampled after one prompt so far. Belongs to one task; survives the attempts, and a change of backend.
+    """The tokens sampled after one prompt so far. Belongs to one task; survives attempts and a change of backend.
 
     Attributes:
-        request: what all attempts together are to answer.
-        stop: asked, after each token that came, with all ids so far, whether it is enough; None: never stop early.
-        stream: have tokens sent as they are sampled, so that those of an attempt that fails are kept.
-        slice_tokens: have it answered in slices where it is not streamed, the first of so many tokens, each further one
-            as long as all before it, so that no more than half of it is lost at once; 0: in one piece. One that is kept
-            to a form is never continued: what is sampled of it when an attempt ends is all.
-        admit: told, before an attempt, which version it would sample under, and those of the tokens so far; what it
-            raises ends the completion.
+        request: the request that all attempts together answer.
+        stop: called after each token with all ids so far; returns whether they are enough. None: never stop early.
+        stream: stream tokens as they are sampled, so that the tokens of a failed attempt are kept.
+        slice_tokens: size of the first slice of an unstreamed completion; 0: one piece. Each further slice is as long
+            as all before it, so at most half of the completion is lost at once. A guided completion is never continued:
+            the tokens sampled when an attempt ends are all.
+        admit: called before an attempt with the version it would sample under, and the versions of the tokens so far.
+            Its exceptions end the completion.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class PartialCompletion:
         self._logprobs = array("f")
         self._spans: list[PolicySpan] = []
         self._so_far = array("i")
-        """The ids of `_token_ids` and, after them, those that the present attempt has streamed."""
+        """The ids of `_token_ids`, followed by the streamed ids of the current attempt."""
         self._streamed_logprobs = array("f")
         self._streamed_under: list[tuple[int, str]] = []
-        """From which streamed token on which version was in force."""
+        """The version in force from each streamed token on."""
         self._info: Callable[[], EngineInfo] | None = None
         self._before: EngineInfo | None = None
 
@@ -67,7 +67,7 @@ class PartialCompletion:
 
     @property
     def begun(self) -> bool:
-        """Return True once an attempt was made."""
+        """Return True after the first attempt has started."""
         return self._info is not None
 
     @property
@@ -87,18 +87,18 @@ class PartialCompletion:
 
     @property
     def next_tokens(self) -> int:
-        """The number of tokens to ask the next attempt for, where it is answered in one piece."""
+        """Return the number of tokens to request in the next unstreamed attempt."""
         slices = self.slice_tokens if self.request.guide is None else 0
         return min(self.room, max(slices, len(self))) if slices else self.room
 
     def begin_attempt(self, info: Callable[[], EngineInfo]) -> Completion | None:
-        """Return the completion, if what was sampled before is all of it already. Otherwise an attempt may begin.
+        """Return the completion if the tokens so far already complete it. Otherwise an attempt may begin.
 
         Args:
-            info: what is known of the engine; the version it tells may change while the attempt lasts.
+            info: returns the known facts about the engine; its version may change during the attempt.
 
         Raises:
-            Whatever `admit` does.
+            Exceptions of `admit`.
         """
         self._so_far, self._streamed_logprobs, self._streamed_under = self._token_ids[:], array("f"), []
         self._info, self._before = info, info()
@@ -106,7 +106,7 @@ class PartialCompletion:
             return self.whole("stop")
         if self._token_ids and self.stop is not None and self.stop(self._token_ids):
             return self.whole("tool_call")
-        if self._token_ids and self.request.guide is not None:  # it would begin with its form anew
+        if self._token_ids and self.request.guide is not None:  # a new attempt would restart its grammar
             return self.whole("abort")
         if self.room < 1 or (self._token_ids and self.prompt_tokens >= self._before.max_model_len):
             return self.whole("length")
@@ -115,11 +115,11 @@ class PartialCompletion:
         return None
 
     def add(self, completion: Completion) -> Completion:
-        """Add what an attempt ended with, and return the completion, with what earlier ones sampled in front.
+        """Add the result of an attempt, and return the completion with the tokens of earlier attempts in front.
 
-        Its spans are those that the engine tells, by `version_name`. If it tells none, they are of the version that was
-        in force when the attempt began, or each streamed token came; but if it says at the end that its weights have
-        another name than anybody gave them, of these.
+        Its spans are those reported by the engine, by `version_name`. Without a report they have the version in force
+        when the attempt began, or when each streamed token arrived. But if the engine reports an unknown name for its
+        weights at the end, they get that name.
         """
         before, after = self._before, self._engine()
         assert before is not None, "begin_attempt comes first"
@@ -139,7 +139,7 @@ class PartialCompletion:
         return self.whole(completion.finish_reason, completion.dropped_tokens)
 
     def cut(self) -> int:
-        """Keep the tokens that an attempt had streamed that ended without a completion. Returns how many these are."""
+        """Keep the streamed tokens of an attempt that ended without a completion. Returns their number."""
         streamed = len(self._streamed_logprobs)
         self._append(self._so_far[len(self) :], self._streamed_logprobs, self._streamed_spans(streamed))
         return streamed
@@ -151,7 +151,7 @@ class PartialCompletion:
     def receive(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int | None:
         """Add the next tokens of a stream; this is a `TokenSink`.
 
-        Returns how many of them to keep, if the completion is to stop there; None: go on.
+        Returns how many of these tokens to keep if the completion must stop there; None to continue.
         """
         version = self._engine().policy_version
         if not self._streamed_under or self._streamed_under[-1][1] != version:
@@ -168,9 +168,9 @@ class PartialCompletion:
         return None
 
     def _streamed_spans(self, count: int) -> list[PolicySpan]:
-        """Return the spans of the first `count` tokens that were streamed.
+        """Return the spans of the first `count` streamed tokens.
 
-        Each is under the version that was in force when its tokens came.
+        Each has the version that was in force when its tokens arrived.
         """
         ends = [*(start for start, _ in self._streamed_under[1:]), count]
         return [
@@ -183,7 +183,7 @@ class PartialCompletion:
 
     def _append(self, token_ids: array[int], logprobs: array[float], spans: Sequence[PolicySpan]) -> None:
         offset = len(self)
-        # An answer in one piece stays the engine's own arrays. Those given away in `whole` are never changed.
+        # An unstreamed answer stays in the engine's own arrays. Arrays returned by `whole` are never modified.
         self._token_ids = self._token_ids + token_ids if offset else token_ids
         self._logprobs = self._logprobs + logprobs if offset else logprobs
         for span in spans:
@@ -196,7 +196,7 @@ class PartialCompletion:
                     self._spans.append(moved)
 
     def whole(self, finish_reason: FinishReason, dropped_tokens: int = 0) -> Completion:
-        """Return what was sampled so far, as a completion that ended so."""
+        """Return the tokens so far as a completion with this finish reason."""
         last = self._spans[-1] if self._spans else None
         return Completion(
             token_ids=self._token_ids,
@@ -210,12 +210,11 @@ class PartialCompletion:
 
 
 def version_name(label: str, before: EngineInfo, after: EngineInfo) -> str:
-    """Return what weights are recorded as that the engine calls `label`.
+    """Return the recorded version of weights that the engine calls `label`.
 
-    `before` is what was known of it when the attempt began, and `after` what is when it ended: the label of its
-    weights, and the version of the policy that the pool knows them by. A label that is neither's is of weights that
-    only the engine was told of, and stands for itself. Where the engine was told nothing, the version is the one
-    before.
+    `before` and `after` are the known facts at the beginning and end of the attempt: the label of its weights, and the
+    pool's version for them. A label that matches neither belongs to weights announced only to the engine, and stands
+    for itself. If no label was sent to the engine, the version is that of `before`.
     """
     if label == before.label:
         return before.policy_version

@@ -1,7 +1,7 @@
 """Placement of tasks on backends: pure state, no `await`.
 
-A task takes the accepting backend with the fewest tasks in flight, ties broken at random, and keeps it until it gives
-its lease back (sticky: the engine's prefix cache holds the task's earlier turns) or is moved for a stated reason.
+A task gets the accepting backend with the fewest tasks in flight, with random tie-breaking. It stays there (sticky: the
+engine's prefix cache holds the task's earlier turns) until it releases its lease or is moved for a stated reason.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.backend import Backend, BackendStatistics
 
 MoveReason = Literal["failure", "drain", "skew", "stale"]
-"""The reason of a move: the old one failed it or is out of health, takes no tasks any more, has so much more
-to do that another one is worth its prefix cache, or has weights that are too old for it."""
+"""The reason for leaving a backend. `failure`: it failed or is unhealthy. `drain`: it no longer accepts tasks. `skew`:
+its load outweighs its prefix cache. `stale`: its weights are too old for the task."""
 
 
 MAX_RANKS_PER_BACKEND = 8
-"""The size of the heap: most are empty by then."""
+"""Limit for the heap; beyond it, most entries are empty."""
 
 Rank = tuple[bool, float]
-"""Full backends come last, then those with more tasks."""
+"""Full backends come last; otherwise fewer tasks come first."""
 
 
 class Assignment:
-    """A task's place on a backend. `backend` changes only through `Placement.move`."""
+    """A task's place on a backend. Only `Placement.move` changes `backend`."""
 
     __slots__ = ("backend", "task_id")
 
@@ -43,60 +43,60 @@ class Assignment:
 
 
 class _Place:
-    """The place of a backend among the accepting ones."""
+    """The position of a backend among the accepting ones."""
 
     __slots__ = ("position", "rank")
 
     def __init__(self) -> None:
         self.rank: Rank = (False, 0.0)
         self.position = -1
-        """In the bucket of its rank; -1 where it is in none."""
+        """Index in the bucket of its rank; -1 outside any bucket."""
 
 
 class Placement:
-    """Backends, and which tasks they have. Invariant: the tasks in flight sum up to the open leases.
+    """Backends and their tasks. Invariant: the sum of tasks in flight equals the number of open leases.
 
-    The accepting backends stand in buckets by their rank; a min-heap of the ranks finds the lowest. An emptied bucket
-    is dropped when it surfaces, or when there are too many. So each operation costs O(log distinct ranks), and a tie is
-    broken evenly: among all in the lowest bucket.
+    The accepting backends are in buckets by their rank; a min-heap of the ranks finds the lowest. An emptied bucket is
+    dropped when it surfaces, or when there are too many. So each operation costs O(log distinct ranks), and ties are
+    broken uniformly within the lowest bucket.
     """
 
     def __init__(self, random: Random, max_tasks_per_backend: int = 0) -> None:
-        """Begin without any.
+        """Create a placement without backends.
 
-        `random` breaks ties. A backend with `max_tasks_per_backend` tasks is given no other; 0 for no limit.
+        `random` breaks ties. A backend with `max_tasks_per_backend` tasks receives no more; 0 for no limit.
         """
         self.moves: Counter[MoveReason] = Counter()
-        """Tasks that were moved, by reason."""
+        """The number of moves, by reason."""
         self.max_tasks_per_backend = max_tasks_per_backend
         self._random = random
         self._backends: dict[str, Backend] = {}  # active and draining, in order of arrival
-        self._removed: dict[Backend, None] = {}  # until they are taken by `take_unused`
+        self._removed: dict[Backend, None] = {}  # until `take_unused` returns them
         self._places: dict[Backend, _Place] = {}
         self._leases: dict[str, Assignment] = {}
         self._buckets: dict[Rank, list[Backend]] = {}
         self._ranks: list[Rank] = []
 
     def add(self, backend: Backend) -> None:
-        """Accept tasks for a new registration. There must be none of its URL."""
+        """Accept tasks for a new registration. Its URL must not be registered."""
         self._backends[backend.url] = backend
         self._places[backend] = _Place()
         self._enter(backend)
 
     def activate(self, backend: Backend, weight: float | None = None) -> None:
-        """Accept tasks for one that was draining, with another weight if one is given. Idempotent."""
+        """Accept tasks for a draining backend, with another weight if one is given. Idempotent."""
         with self._reranked(backend):
             backend.activate(weight)
 
     def drain(self, url: str) -> Backend:
-        """Place no new tasks on `url`; its tasks stay. Idempotent. Raises KeyError if there is no such backend."""
+        """Place no new tasks on `url`; its tasks stay. Idempotent. Raises KeyError if the backend is unknown."""
         backend = self._backends[url]
         with self._reranked(backend):
             backend.retire("draining")
         return backend
 
     def remove(self, url: str) -> Backend:
-        """Drain it, and list it no longer once its last task is done. Raises KeyError if there is no such backend."""
+        """Drain it, and unlist it once its last task is done. Raises KeyError if the backend is unknown."""
         backend = self.drain(url)
         del self._backends[url]
         backend.retire("removed")
@@ -104,19 +104,19 @@ class Placement:
         return backend
 
     def take_unused(self) -> list[Backend]:
-        """Return those that were removed and have no task any more; each is returned once."""
+        """Return the removed backends without tasks; each is returned once."""
         unused = [backend for backend in self._removed if not backend.in_flight]
         for backend in unused:
             del self._removed[backend], self._places[backend]
         return unused
 
     def suspend(self, backend: Backend, *, suspended: bool) -> None:
-        """Take it out of health, or back in; its tasks stay where they are until they are moved. Idempotent."""
+        """Suspend it for bad health, or reinstate it; its tasks stay until they are moved. Idempotent."""
         with self._reranked(backend):
             backend.suspend(suspended=suspended)
 
     def limit(self, max_tasks_per_backend: int) -> None:
-        """Change the limit of all backends, and of those to come. Tasks beyond it stay."""
+        """Change the limit of all backends, including later ones. Tasks beyond it stay."""
         self.max_tasks_per_backend = max_tasks_per_backend
         for backend in self._backends.values():
             self.limit_one(backend, max_tasks_per_backend)
@@ -127,13 +127,13 @@ class Placement:
             backend.limit_tasks(max_tasks)
 
     def weigh(self, url: str, weight: float) -> None:
-        """Change its share of the tasks from the next one on. Raises KeyError if there is no such backend."""
+        """Change its share of the tasks from the next one on. Raises KeyError if the backend is unknown."""
         backend = self._backends[url]
         with self._reranked(backend):
             backend.weigh(weight)
 
     def get(self, url: str) -> Backend | None:
-        """Return the active or draining backend of that URL."""
+        """Return the active or draining backend with that URL."""
         return self._backends.get(url)
 
     def check_free(self, task_id: str) -> None:
@@ -142,10 +142,10 @@ class Placement:
             raise ValueError(f"task {task_id!r} already has a backend: {self._leases[task_id].backend.url}")
 
     def assign(self, task_id: str) -> Assignment | None:
-        """Place a task for its whole life; None while no backend accepts tasks and has room.
+        """Place a task for its whole life; return None while no backend accepts tasks and has room.
 
         Raises:
-            ValueError: the task has one already.
+            ValueError: the task already has a backend.
         """
         self.check_free(task_id)
         backend = self._next()
@@ -162,10 +162,10 @@ class Placement:
         to: Backend | None = None,
         besides: Collection[Backend] = (),
     ) -> bool:
-        """Give the task another backend than it has. False, and nothing changes, if there is none.
+        """Move the task to another backend. Returns False, without any change, if there is none.
 
-        One that is full is taken only where no other has room, and only after a failure or for a drain. `to`: this one,
-        if it accepts tasks, and no other. `besides`: none of these.
+        A full backend is chosen only if no other has room, and only after a failure or for a drain. `to`: only this
+        backend, if it accepts tasks. `besides`: excluded backends.
 
         Raises:
             ValueError: the assignment is not open.
@@ -181,7 +181,7 @@ class Placement:
         return True
 
     def other(self, assignment: Assignment, besides: Collection[Backend] = ()) -> Backend | None:
-        """Return where `move` would take the task. Another call may find another one, of the same rank."""
+        """Return the target that `move` would choose. Another call may return another one of the same rank."""
         passed_over = dict.fromkeys((assignment.backend, *besides))
         for backend in passed_over:
             self._leave(backend)
@@ -191,7 +191,7 @@ class Placement:
         return other
 
     def release(self, assignment: Assignment) -> None:
-        """Free the backend of a task that is done with it. Raises ValueError if the assignment is not open."""
+        """Free the backend of a finished task. Raises ValueError if the assignment is not open."""
         self._check_open(assignment)
         del self._leases[assignment.task_id]
         self._count(assignment.backend, -1)
@@ -219,7 +219,7 @@ class Placement:
 
     @contextmanager
     def _reranked(self, backend: Backend) -> Iterator[None]:
-        """Let what its rank is made of change in the block."""
+        """Change the inputs of its rank in the block, and rerank it afterwards."""
         self._leave(backend)
         try:
             yield
@@ -227,11 +227,11 @@ class Placement:
             self._enter(backend)
 
     def _rank(self, backend: Backend) -> Rank:
-        # With the task that is to be placed: else each that has none would get one, however little it can do.
+        # Include the task to place; otherwise each idle backend would get one, however low its weight.
         return backend.full, (backend.in_flight + 1) / backend.weight
 
     def _enter(self, backend: Backend) -> None:
-        """Stand it where it belongs, if it accepts tasks."""
+        """Put it into the bucket of its rank if it accepts tasks."""
         if not backend.accepting:
             return
         place, rank = self._places[backend], self._rank(backend)
@@ -250,7 +250,7 @@ class Placement:
         heapq.heapify(self._ranks)
 
     def _leave(self, backend: Backend) -> None:
-        """Take it out of its bucket, if it is in one."""
+        """Remove it from its bucket, if it is in one."""
         place = self._places.get(backend)
         if place is None or place.position < 0:
             return
@@ -270,6 +270,6 @@ class Placement:
         return None
 
     def _next(self) -> Backend | None:
-        """Return the backend of the next task; None while no backend accepts tasks and has room."""
+        """Return the backend for the next task; None while no backend accepts tasks and has room."""
         backend = self._least()
         return None if backend is None or backend.full else backend

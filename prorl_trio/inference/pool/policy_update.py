@@ -1,4 +1,4 @@
-"""Policy updates of a pool: completions held back, engines told to pause, to load weights and to resume."""
+"""Policy updates of a pool: completions are held, and engines pause, load weights and resume."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 
 ABORT_GRACE_S = 5.0
-"""For an engine that was told to abort to answer with what it has, or half of the time that the pause has left; then
-its calls are cancelled here."""
+"""Time for an aborting engine to answer with its tokens, or half of the pause's remaining time; then its calls are
+cancelled here."""
 UNPAUSE_TIMEOUT_S = 10.0
-"""For telling the engines to go on, where the caller set no other limit."""
+"""Time to resume the engines if the caller sets no other limit."""
 
 Told = tuple[EngineAnswer, str]
 
 
 class Hold(NamedTuple):
-    """The trainer that updates the policy, and until when; without a lease, for as long as it likes."""
+    """The trainer that updates the policy, and its deadline; without a lease there is no deadline."""
 
     holder: str
     lease_s: float | None
@@ -54,7 +54,7 @@ class Hold(NamedTuple):
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that the lease has left."""
+        """Return the remaining seconds of the lease."""
         return math.inf if self.until_s is None else self.until_s - trio.current_time()
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ class Hold(NamedTuple):
 
 
 class UpdateHolder:
-    """At most one hold at a time. A lease that has run out is for `wait_lost` to tell; it ends by `release` alone.
+    """At most one hold at a time. `wait_lost` reports an expired lease; only `release` ends it.
 
     Attributes:
-        hold: the one in force.
-        last: the holder and the version of the last update that was carried out.
+        hold: the current hold.
+        last: the holder and the version of the last completed update.
     """
 
     def __init__(self) -> None:
@@ -78,16 +78,16 @@ class UpdateHolder:
 
     @property
     def holder(self) -> str:
-        """Return who has the hold; empty: nobody."""
+        """Return the holder; empty if there is none."""
         return self.hold.holder if self.hold else ""
 
     def take(self, holder: str, lease_s: float | None) -> None:
-        """Give the hold to `holder`, or renew the one that it has."""
+        """Give the hold to `holder`, or renew its existing hold."""
         self.hold = Hold(holder, lease_s, None if lease_s is None else trio.current_time() + lease_s)
         self._news.unpark_all()
 
     def renew(self) -> None:
-        """Let the lease in force begin anew."""
+        """Restart the current lease."""
         if self.hold is not None:
             self.take(self.hold.holder, self.hold.lease_s)
 
@@ -97,17 +97,17 @@ class UpdateHolder:
         self._news.unpark_all()
 
     def begin_step(self) -> None:
-        """Stop the lease: a step of the update is under way, which has a time limit of its own."""
+        """Suspend the lease during a step of the update, because the step has its own time limit."""
         self._steps += 1
 
     def end_step(self) -> None:
-        """Let the lease begin anew after a step."""
+        """Restart the lease after a step."""
         self._steps -= 1
         self.renew()
         self._news.unpark_all()
 
     async def wait_lost(self) -> Hold:
-        """Return the hold whose lease has run out, as soon as there is one."""
+        """Wait for a hold whose lease has expired, and return it."""
         await trio.lowlevel.checkpoint()
         while (hold := self._lost()) is None:
             left_s = math.inf if self.hold is None or self._steps else self.hold.left_s
@@ -120,9 +120,9 @@ class UpdateHolder:
 
 
 class PolicyUpdates:
-    """Pauses the engines of a pool, gives them weights and resumes them, one step at a time.
+    """Pauses the engines of a pool, loads weights into them and resumes them, one step at a time.
 
-    The pool is paused while an operator asked for that, or a trainer's update has it (`UpdateHolder`).
+    The pool is paused while an operator's pause or a trainer's update (`UpdateHolder`) is in force.
     """
 
     def __init__(self, placement: Placement, admission: Admission, versions: VersionOrder) -> None:
@@ -131,11 +131,11 @@ class PolicyUpdates:
         self._versions = versions
         self._changing: str | None = None
         self._asked = False
-        """A pause that no update asked for is in force."""
+        """A pause outside any update is in force."""
         self.holder = UpdateHolder()
 
     async def operate(self, request: NodeRequest[UpdateReport]) -> UpdateReport:
-        """Carry out one step. See its type for what it does, and its errors."""
+        """Carry out one step. See its type for semantics and errors."""
         match request:
             case PauseBackends():
                 return await self._pause(request)
@@ -191,7 +191,7 @@ class PolicyUpdates:
         if holder and holder != self.holder.holder:
             return await self._resume_without_hold(policy_version, holder)
         if not holder:
-            if policy_version is None and self._asked and self.holder.hold is not None:  # the update goes on alone
+            if policy_version is None and self._asked and self.holder.hold is not None:  # the update continues alone
                 self._asked = False
                 await trio.lowlevel.checkpoint()
                 return self._report({})
@@ -217,7 +217,7 @@ class PolicyUpdates:
         return self._report({})
 
     async def give_up(self, hold: Hold) -> UpdateReport:
-        """Give the engines their former weights back in place of the trainer that has the hold, and end it."""
+        """Restore the engines' former weights on behalf of the trainer that has the hold, and end the hold."""
         with self._change(hold.holder):
             told: dict[Backend, Told] = {}
             await self._let_go(told, paused=self._asked)
@@ -237,13 +237,13 @@ class PolicyUpdates:
             self.holder.end_step()
 
     def _check_holder(self, holder: str) -> None:
-        """Raise BackendsBusy if somebody else updates the policy."""
+        """Raise BackendsBusy if another holder updates the policy."""
         hold = self.holder.hold
         if hold is not None and hold.holder != holder:
             raise BackendsBusy(f"{hold}; await its end")
 
     def _check_in_force(self, holder: str) -> None:
-        """Raise if somebody else updates the policy, or `holder` does not any more."""
+        """Raise if another holder updates the policy, or `holder` no longer does."""
         self._check_holder(holder)
         if holder and self.holder.hold is None:
             raise UpdateRefused(
@@ -252,16 +252,16 @@ class PolicyUpdates:
             )
 
     async def _resume_without_hold(self, policy_version: str | None, holder: str) -> UpdateReport:
-        """Answer a trainer whose update is not in force: there is nothing to undo, and nothing to carry out."""
+        """Answer a trainer whose update is not in force: there is nothing to undo or carry out."""
         await trio.lowlevel.checkpoint()
         if self._changing == holder:  # its cancelled pause is still being undone
             raise BackendsBusy(f"the pause of {holder} is under way; await its end")
-        if policy_version is not None and self.holder.last != (holder, policy_version):  # asked again: it was done
+        if policy_version is not None and self.holder.last != (holder, policy_version):  # else a repeated request
             self._check_in_force(holder)
         return self._report({})
 
     async def _try_weights(self, step: WeightsStep) -> UpdateReport:
-        """Have all engines take a step with their weights on trial, in a pause."""
+        """Run a step with weights on trial on all engines, during a pause."""
         self._check_in_force(step.holder)
         with self._change(step.holder):
             if not self._admission.closed:
@@ -273,12 +273,12 @@ class PolicyUpdates:
             return self._report(told)
 
     async def _name_weights(self, policy_version: str) -> dict[Backend, Told]:
-        """Tell the engines what their weights are called from now on, and ask each.
+        """Set and confirm the name of the weights on every engine.
 
-        Return those that failed to answer, which is no reason not to go on.
+        Return the engines that failed to answer; such failures do not stop the update.
 
         Raises:
-            UpdateRefused: one says that it has others.
+            UpdateRefused: an engine reports other weights.
         """
         told: dict[Backend, Told] = {}
         others: list[str] = []
@@ -303,7 +303,7 @@ class PolicyUpdates:
         return {backend: how for backend, how in told.items() if how[0] == "failed"}
 
     async def _let_go(self, told: dict[Backend, Told], *, paused: bool) -> None:
-        """End the hold and resume the engines, or, in an operator's pause, let them have their weights alone."""
+        """End the hold and resume the engines; during an operator's pause, only restore their weights."""
         if paused:
             async with open_single_nursery() as nursery:
                 for backend in self._placement.backends():
@@ -330,7 +330,7 @@ class PolicyUpdates:
             )
 
     async def _abort_calls(self, told: dict[Backend, Told]) -> None:
-        """Return when nothing is in flight. Engines that paused answer with what they have, if they have the call."""
+        """Return when nothing is in flight. Paused engines answer pending calls with the tokens so far."""
         answering = frozenset(backend.url for backend, (answer, _) in told.items() if answer == "paused")
         self._admission.abort(answering)
         with trio.move_on_after(min(ABORT_GRACE_S, _left_s() / 2)):
@@ -344,10 +344,10 @@ class PolicyUpdates:
         pause: PauseBackends | None,
         timeout_s: float,
     ) -> None:
-        """Pause the engines, or (None) resume those that were paused.
+        """Pause the engines, or (None) resume the paused ones.
 
-        How each took it is in `told` as soon as it has answered. One that is out of health has half of the time that is
-        left: that it does not answer is to be reported, and not to undo a pause of the others.
+        Each engine's result is in `told` as soon as it has answered. An unhealthy engine gets half of the remaining
+        time: its failure is reported, and must not undo a pause of the others.
         """
         left_s = min(timeout_s, _left_s())
         async with open_single_nursery() as nursery:
@@ -380,7 +380,7 @@ class PolicyUpdates:
 
 
 async def _note(backend: Backend, told: dict[Backend, Told], tell: Callable[[], Awaitable[Told]]) -> None:
-    """Enter in `told` how it took what it is told; a failure is not raised."""
+    """Record the engine's answer in `told`; failures do not raise."""
     try:
         told[backend] = await tell()
     except BackendError as exc:
@@ -405,5 +405,5 @@ async def _resume(backend: Backend, timeout_s: float) -> Told:
 
 
 def _left_s() -> float:
-    """Return the seconds until the caller's time is up."""
+    """Return the seconds until the caller's deadline."""
     return max(0.0, trio.current_effective_deadline() - trio.current_time())

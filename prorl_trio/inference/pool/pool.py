@@ -48,11 +48,11 @@ CLOSE_GRACE_S = 5.0
 logger = logging.getLogger(__name__)
 
 JOIN_DELAYS = RetryPolicy(first_delay_s=1.0, max_delay_s=30.0)
-"""Between two probes of a backend that is down. There is no last one."""
+"""Delays between two probes of a backend that is down. Probing never stops."""
 
 
 class _Expected:
-    """A backend that is down: the `weight` it will have, and `why` it is not there."""
+    """A backend that is down: its future `weight`, and `why` it is down."""
 
     def __init__(self, url: str, weight: float | None, why: str) -> None:
         self.url = url
@@ -62,7 +62,7 @@ class _Expected:
 
 
 class ExpectedBackends:
-    """The backends that are down. `join` (see `Backends.add`) is called again and again while `run` runs."""
+    """The backends that are down. `join` (see `Backends.add`) is called repeatedly while `run` runs."""
 
     def __init__(self, join: Callable[[str, float | None], Awaitable[object]], random: Random) -> None:
         self._join = join
@@ -77,21 +77,24 @@ class ExpectedBackends:
         return url in self._expected
 
     def expect(self, url: str, weight: float | None, why: str) -> None:
-        """Have it join as soon as it is up. `why` it is not, for those who look."""
+        """Add it as soon as it is up. `why` explains its absence to observers."""
         self.forget(url)
         expected = self._expected[url] = _Expected(url, weight, why)
         if self._nursery is not None:
             self._nursery.start_soon(self._keep_trying, expected)
 
     def forget(self, url: str) -> bool:
-        """Forget one that has joined, or need not any more; a probe under way ends. False: it was not expected."""
+        """Forget a backend that has joined or is not needed; a running probe ends.
+
+        Returns False if it was not expected.
+        """
         expected = self._expected.pop(url, None)
         if expected is not None:
             expected.scope.cancel()
         return expected is not None
 
     def drain(self, url: str) -> bool:
-        """Keep it listed, to join no more by itself; a probe under way ends. False: it was not expected."""
+        """Keep it listed without joining automatically; a running probe ends. Returns False if it was not expected."""
         expected = self._expected.get(url)
         if expected is not None:
             expected.scope.cancel()
@@ -99,9 +102,9 @@ class ExpectedBackends:
         return expected is not None
 
     def weigh(self, url: str, weight: float) -> bool:
-        """Change the weight it will have; a probe under way, which would give it the old one, begins anew.
+        """Change its future weight. A running probe would apply the old weight, so it restarts.
 
-        False: it was not expected.
+        Returns False if the backend was not expected.
         """
         expected = self._expected.get(url)
         if expected is None:
@@ -117,7 +120,7 @@ class ExpectedBackends:
         return list(self._expected)
 
     def reasons(self) -> list[str]:
-        """Return why each is not there; the first words are its URL."""
+        """Return why each backend is absent; each text begins with its URL."""
         return [expected.why for expected in self._expected.values()]
 
     def statistics(self) -> list[BackendStatistics]:
@@ -135,7 +138,7 @@ class ExpectedBackends:
         ]
 
     async def run(self) -> None:
-        """Probe, for ever."""
+        """Probe until cancelled."""
         async with open_single_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -161,7 +164,7 @@ class ExpectedBackends:
 
 
 def require_named(info: EngineInfo, current: str) -> None:
-    """Raise BackendError if it could be told what its weights are called, and was not, and the policy's have a name."""
+    """Raise BackendError if the engine could name its weights but does not, and the policy's weights are named."""
     if info.pausable and info.label == UNNAMED and current != UNKNOWN_VERSION:
         raise BackendError(
             f"{info.url}: it is up, but its weights have no name, and the policy's are {current}: "
@@ -171,10 +174,10 @@ def require_named(info: EngineInfo, current: str) -> None:
 
 
 def require_version(info: EngineInfo, current: str, wanted: str) -> None:
-    """Raise BackendError if its weights are not of the version `wanted`, as far as anybody can tell.
+    """Raise BackendError if its weights are known not to have the version `wanted`.
 
-    Of weights that the engine has no name for, the caller knows the version. They would be recorded under `current`,
-    that of the node's policy: so that must be the same.
+    For weights without a name in the engine, the caller knows the version. They would be recorded under `current`, the
+    version of the node's policy, so the two must agree.
     """
     require_named(info, current)
     if info.policy_version == UNKNOWN_VERSION:
@@ -186,7 +189,7 @@ def require_version(info: EngineInfo, current: str, wanted: str) -> None:
 
 
 class Backends:
-    """LLM backends, and which task is on which. Registration is never implied: `add` probes first."""
+    """LLM backends and the tasks on each. Registration is never implied: `add` probes first."""
 
     def __init__(
         self,
@@ -201,17 +204,16 @@ class Backends:
         random: Random | None = None,
         proof: ModelProof | None = None,
     ) -> None:
-        """Contact nobody yet.
+        """Create the pool without contacting any server.
 
         Args:
-            find_client: makes the client of a URL that is registered. It is closed here, when its backend is gone.
-            probe_timeout_s: for one probe, and for finding out which engine it is.
-            max_backends: registered at once.
-            max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
-            placement: decides which backend is next.
-            health: when a backend that fails is given no more tasks, and its tasks move.
-            load: when a task moves off a backend that has too much to do, and how many tasks a backend with a full
-                cache may have.
+            find_client: creates the client for a registered URL. The pool closes it when its backend is gone.
+            probe_timeout_s: for one probe, and for detecting the kind of engine.
+            max_backends: limit on registered backends.
+            max_tasks_per_backend: limit on concurrent leases of one backend, 0 for none; further tasks wait.
+            placement: chooses the next backend.
+            health: when a failing backend receives no more tasks, and its tasks move.
+            load: when a task leaves an overloaded backend, and how many tasks a backend with a full cache may have.
             random: breaks ties between equally loaded backends.
             proof: compares each engine's tokenizer with the node's, at every probe; None: nothing is compared.
         """
@@ -222,7 +224,7 @@ class Backends:
         self._proof = proof
         self._listeners: list[Callable[[bool], None]] = []
         self.versions = VersionOrder()
-        """Versions that resumes announced or engines came with, in their order."""
+        """Versions announced by resumes or introduced by engines, in order."""
         self.admission = Admission()
         """The admission of every completion."""
         self._placement = placement(random, max_tasks_per_backend)
@@ -246,39 +248,37 @@ class Backends:
         )
 
     def subscribe(self, listener: Callable[[bool], None]) -> None:
-        """Have `listener` called when a backend came, went or changed its state.
+        """Call `listener` when a backend is added, removed or changes its state.
 
-        It is called with True when a resume brought another version.
+        It is called with True when a resume announced another version.
         """
         self._listeners.append(listener)
 
     # ------------------------------------------------------------ registration
 
     async def add(self, url: str, weight: float | None = None, policy_version: str | None = None) -> EngineInfo:
-        """Probe the server at `url` and, if it is fit, give it tasks from now on.
+        """Probe the server at `url` and, if it is fit, accept tasks for it.
 
-        Which kind of engine it is, is found out now, if that is not configured, and holds until it is removed. A URL
-        that is registered already is probed again, and takes tasks again if it was draining. If the probe fails,
-        nothing changes. Cancellation before the probe's end changes nothing either. `weight` is its share of the tasks
-        beside others: 1 for a new one, and what it was, where it is not given. `policy_version`, where it is given, is
-        what the caller knows its weights to be of.
+        Unless configured, the kind of engine is detected now, and kept until the removal. A URL that is already
+        registered is probed again, and accepts tasks again if it was draining. If the probe fails or is cancelled,
+        nothing changes. `weight` is its relative share of the tasks: by default 1 for a new backend, and unchanged for
+        a known one. `policy_version`, if given, is the version of its weights according to the caller.
 
         Raises:
-            BackendError: it is down (`retryable`) or not fit for token-exact work, with the reason; or it serves
-                another model than the node's (`AnotherModel`); or
-                `max_backends` is reached, or the weight is not above 0; or the policy here is not of `policy_version`,
-                or the engine says that its weights are not.
-            BackendsBusy: there is a `policy_version`, and an update of the policy is under way.
+            BackendError: the server is down (`retryable`) or unfit for token-exact work, with the reason; it serves
+                another model than the node's (`AnotherModel`); `max_backends` is reached; the weight is not above 0; or
+                the policy's version, or the version reported by the engine, differs from `policy_version`.
+            BackendsBusy: `policy_version` is given while an update of the policy is in progress.
         """
         if policy_version is None:
             return await self._probe_and_accept(url, weight)
         return await self._probe_and_accept(url, weight, partial(self._check_version, policy_version))
 
     def expect(self, url: str, weight: float | None = None, why: str = "") -> None:
-        """List `url` as `down`, and have it join when `watch` finds it well: as soon as an `add` would succeed.
+        """List `url` as `down`, and add it when `watch` finds that an `add` would succeed.
 
-        One that could be told what its weights are called, and was not, does not join by itself once a resume has named
-        the policy's: nobody answers for its having them.
+        After a resume has named the policy's weights, a backend whose weights could be named but are not does not join
+        automatically: its weights may be old.
 
         Raises:
             BackendError: the weight is not above 0.
@@ -292,8 +292,8 @@ class Backends:
     def drain(self, url: str) -> None:
         """Give `url` no new tasks; it stays listed.
 
-        Its tasks move with their next completion, as soon as another one accepts tasks. `add` makes it active again.
-        One that is down does not join by itself any more.
+        Its tasks move with their next completion, as soon as another backend accepts tasks. `add` makes it active
+        again. A backend that is down no longer joins automatically.
 
         Raises:
             BackendError: it is not registered.
@@ -303,7 +303,7 @@ class Backends:
         self._balancer.changed()
 
     def weigh(self, url: str, weight: float) -> None:
-        """Change the share of the tasks that `url` gets beside others, from the next task on.
+        """Change the relative share of the tasks for `url`, from the next task on.
 
         Raises:
             BackendError: it is not registered, or the weight is not above 0.
@@ -315,8 +315,8 @@ class Backends:
     async def remove(self, url: str) -> None:
         """Give `url` no new tasks and forget it.
 
-        Its calls finish there; its tasks move with the next one, or finish there if no other backend accepts tasks. The
-        client is closed when they have ended, and its engine resumed if it was paused here.
+        Its calls finish there. Its tasks move with the next call, or finish there if no other backend accepts tasks.
+        Then the client is closed, and an engine that was paused here is resumed.
 
         Raises:
             BackendError: it is not registered.
@@ -328,7 +328,7 @@ class Backends:
             await self._close_unused()
 
     async def clear(self) -> tuple[str, ...]:
-        """Remove all there are, those that are down among them, at one stroke. Returns their URLs."""
+        """Remove all backends at once, including backends that are down. Returns their URLs."""
         urls = self.urls()
         for url in urls:
             if not self._expected.forget(url):
@@ -339,14 +339,14 @@ class Backends:
         return urls
 
     def limit_tasks(self, max_tasks_per_backend: int) -> None:
-        """Change the limit, 0 for none. Tasks beyond a smaller one stay; a larger one lets in who waits."""
+        """Change the limit, 0 for none. Tasks beyond a smaller limit stay; a larger limit admits waiting tasks."""
         self._placement.limit(max_tasks_per_backend)
         for backend in self._placement.backends():
             self._balancer.apply_limit(backend)
         self._balancer.serve()
 
     def adopt(self, health: HealthConfig, load: LoadConfig) -> None:
-        """Go by these from now on: see `PoolWatch.adopt`."""
+        """Apply new settings: see `PoolWatch.adopt`."""
         self._watch.adopt(health, load)
 
     # ------------------------------------------------------------ leases
@@ -358,15 +358,15 @@ class Backends:
         priority: int = 0,
         waiting: Waiting = unseen,
     ) -> AsyncIterator[Lease]:
-        """Lease the least loaded backend for as long as the block lasts; it is given back however that ends.
+        """Lease the least loaded backend for the duration of the block; it is always released at the end.
 
-        Waits while no backend accepts tasks and has room: bounded by the caller's own deadline, and with `waiting`
-        entered, which is told what is missing. Of those who wait, the lowest `priority` goes first, and of one priority
-        who came first; nobody is passed over for ever (see `balancer.WaitingLine`).
+        Waits while no backend accepts tasks and has room. The wait is bounded only by the caller's deadline, and
+        `waiting` is entered with a description of the shortage. Among waiting tasks the lowest `priority` goes
+        first, then FIFO; no task starves (see `balancer.WaitingLine`).
 
         Raises:
-            BackendError: closed, also while waiting.
-            ValueError: `task_id` holds a lease already, or waits for one.
+            BackendError: the pool is closed, possibly during the wait.
+            ValueError: `task_id` already holds a lease or waits for one.
         """
         assignment = await self._balancer.acquire(task_id, priority, waiting, self.shortage)
         try:
@@ -380,17 +380,16 @@ class Backends:
 
     @property
     def policy_version(self) -> str:
-        """The version that the last resume announced."""
+        """Return the version announced by the last resume."""
         return self.versions.current
 
     def fresh(self, max_staleness: int) -> list[Backend]:
-        """See `LoadBalancer.fresh`."""
         return self._balancer.fresh(max_staleness)
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Carry out a request of a trainer or an operator: see its type for what it does, its errors and a cancel.
+        """Carry out a request of a trainer or an operator. See its type for semantics, errors and cancellation.
 
-        An engine that fails in a policy update does not raise: it is in the report.
+        An engine that fails in a policy update does not raise; the report contains the failure.
         """
         answer: BackendList | UpdateReport
         match request:
@@ -430,7 +429,7 @@ class Backends:
                 self._balancer.judge(backend, backend.engine.why_paused)
 
     async def _watch_updates(self) -> None:
-        """Give up, for ever, each update whose lease has run out, since its trainer is gone or hangs."""
+        """Give up each update whose lease has expired, because its trainer is gone or hangs. Runs until cancelled."""
         while True:
             hold = await self._updates.holder.wait_lost()
             logger.error(
@@ -448,7 +447,7 @@ class Backends:
             self._judge_resumed()
 
     async def watch(self) -> None:
-        """Look at all backends from time to time, for ever: see `PoolWatch`, `ExpectedBackends`, `UpdateHolder`."""
+        """Watch all backends until cancelled: see `PoolWatch`, `ExpectedBackends`, `UpdateHolder`."""
         async with open_single_nursery() as nursery:
             nursery.start_soon(service_task(self._watch_updates, "leases of policy updates"))
             nursery.start_soon(service_task(self._watch.watch_health, "backend health"))
@@ -456,9 +455,9 @@ class Backends:
             nursery.start_soon(service_task(self._expected.run, "backends that are down"))
 
     async def aclose(self) -> None:
-        """Close every client; calls in flight and whoever waits for a backend fail.
+        """Close every client; calls in flight and tasks waiting for a backend fail.
 
-        Engines that were paused here are resumed, as nobody else would. Idempotent.
+        Engines that were paused here are resumed, because no other client would do so. Idempotent.
         """
         self._balancer.close()
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
@@ -467,8 +466,9 @@ class Backends:
     def statistics(self) -> dict[str, object]:
         """Return figures of the pool. Encodable.
 
-        Leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, who is `updating` the
-        policy, the `versions` that it announced lately, oldest first, and `backends`: one `BackendStatistics` each.
+        They are leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, the trainer
+        `updating` the policy, the recently announced `versions` (oldest first), and `backends`: one `BackendStatistics`
+        each.
         """
         return {
             "open_leases": self._placement.open_leases,
@@ -486,7 +486,7 @@ class Backends:
         return any(backend.accepting for backend in self._placement.backends())
 
     def shortage(self) -> str:
-        """Return what a task that waits for a backend waits for."""
+        """Return the reason why a task waits for a backend."""
         if self.accepting:
             return "backend room"
         if self._expected:
@@ -495,11 +495,11 @@ class Backends:
         return f"a backend that takes tasks: {'; '.join(listed) or 'none is registered'}"
 
     def list(self) -> tuple[EngineInfo, ...]:
-        """Return what is known of each registered backend, in order of arrival."""
+        """Return the known facts about each registered backend, in order of arrival."""
         return tuple(backend.info for backend in self._listed())
 
     def urls(self) -> tuple[str, ...]:
-        """Return the URLs of all that are registered, and then of those that are down."""
+        """Return the URLs of all registered backends, followed by backends that are down."""
         return (*(backend.url for backend in self._listed()), *self._expected.urls())
 
     # ------------------------------------------------------------ inside
@@ -507,7 +507,7 @@ class Backends:
     async def _probe_and_accept(
         self, url: str, weight: float | None, check: Callable[[EngineInfo], None] | None = None
     ) -> EngineInfo:
-        """See `add`. What `check` raises of what was found comes out here."""
+        """See `add`. Exceptions of `check` propagate."""
         url = url.rstrip("/")
         _check_weight(url, weight)
         known = self._placement.get(url)
@@ -537,7 +537,7 @@ class Backends:
     def _accept(
         self, url: str, client: EngineClient, info: EngineInfo, known: Backend | None, weight: float | None
     ) -> None:
-        """Let `url`, just probed through `client`, take tasks. `known` is what was registered when the probe began."""
+        """Accept tasks for `url`, just probed through `client`. `known` is its registration when the probe began."""
         current = self._placement.get(url)
         if self._balancer.closed or (known is not None and current is not known):
             raise BackendError(f"{url}: taken out while it was probed", retryable=False)
@@ -574,7 +574,7 @@ class Backends:
 
 
 async def _close(backends: Iterable[Backend]) -> None:
-    """Close their clients, all at once."""
+    """Close their clients concurrently."""
     async with trio.open_nursery() as nursery:
         for backend in backends:
             nursery.start_soon(backend.engine.aclose)

@@ -1,24 +1,24 @@
-"""The versions of a policy: their order, how far apart two are, and which is in force. Pure."""
+"""The versions of a policy: their order, the distance between two, and the current one. Pure."""
 
 from __future__ import annotations
 
 from typing import Final
 
 MAX_VERSIONS_KEPT: Final = 10_000
-"""The most that are no integers; of the oldest the place is forgotten."""
+"""Limit on remembered non-integer versions; the oldest are forgotten."""
 
 ANNOUNCED_KEPT: Final = 32
-"""Announced versions that are told: by them others know which of two came later."""
+"""Number of announced versions that are reported, so that readers can order them."""
 
 UNKNOWN_VERSION: Final = "0"
-"""The version that a probe gives to weights whose engine does not tell it."""
+"""The version that a probe assigns to weights if the engine does not report one."""
 
 
 class VersionOrder:
-    """The versions of a policy in the order in which they came into force: what counts where they are no integers.
+    """The versions of a policy in the order in which they came into force; needed if they are not integers.
 
     Attributes:
-        current: the one that was announced last: what the trainer has.
+        current: the last announced version: the trainer's.
     """
 
     def __init__(self, first: str = UNKNOWN_VERSION) -> None:
@@ -30,7 +30,7 @@ class VersionOrder:
         self.note(first)
 
     def announce(self, version: str) -> None:
-        """Note that the trainer has `version` from now on."""
+        """Record that the trainer now has `version`."""
         self.current = version
         self._announced.pop(version, None)
         self._announced[version] = None
@@ -39,23 +39,23 @@ class VersionOrder:
         self.note(version)
 
     def locate(self, version: str, folder: str) -> None:
-        """Note that engines loaded the weights of `version`, the latest, from `folder`; empty: it is not known."""
+        """Record that engines loaded the weights of `version`, the latest, from `folder`; empty if unknown."""
         self._located = version, folder
 
     def folder(self, version: str) -> str:
-        """Return the folder of the weights of `version`, as the engines see it. Empty if that is not known."""
+        """Return the folder of the weights of `version`, as the engines see it. Empty if unknown."""
         return self._located[1] if self._located[0] == version else ""
 
     def announced(self) -> list[str]:
-        """Return the versions that were announced lately, each where it was so last: the oldest first."""
+        """Return the recently announced versions by their last announcement, oldest first."""
         return list(self._announced)
 
     def behind(self, version: str) -> int:
-        """Return the policy updates that `version` lies behind what the trainer has."""
+        """Return how many policy updates `version` lies behind the trainer's version."""
         return self.updates(version, self.current)
 
     def note(self, version: str) -> None:
-        """Note that `version` is in force from now on. One that was so before comes back under its old place."""
+        """Record that `version` is now in force. A version that was in force before keeps its old position."""
         if version not in self._places:
             self._places[version] = self._next
             self._next += 1
@@ -63,10 +63,10 @@ class VersionOrder:
                 del self._places[next(iter(self._places))]
 
     def updates(self, older: str, newer: str) -> int:
-        """Return the policy updates from `older` to `newer`, 0 if it is not newer.
+        """Return the number of policy updates from `older` to `newer`, 0 if it is not newer.
 
-        Integers by their difference; others by what was noted between them, both included. One that was never noted, as
-        only its engine knew of it, counts as the very first if it is `older`, and as the very last if it is `newer`.
+        Integers are subtracted; other versions are counted from the record, both included. An unrecorded version, known
+        only to its engine, counts as the very first if it is `older`, and as the very last if it is `newer`.
         """
         if older == newer:
             return 0

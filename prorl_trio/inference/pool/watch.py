@@ -1,4 +1,4 @@
-"""The watch over registered backends, from time to time: which are well, and how much they have to do."""
+"""Periodic checks of registered backends: their health and their load."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 LOOKS_AT_ONCE = 32
 RESUME_TIMEOUT_S = 5.0
-"""For one that did not answer its resume and is told again."""
+"""Time for an engine that did not answer its resume and is asked again."""
 REPORT_TIMEOUT_S = 5.0
-"""For an engine's metrics page."""
+"""Time for an engine's metrics page."""
 
 
 class PoolWatch:
-    """The rounds of one pool.
+    """The periodic checks of one pool.
 
-    While `admission` is closed, backends are not probed: they may stand still, or be busy with their weights.
+    While `admission` is closed, backends are not probed, because they may be paused or busy loading weights.
 
     Attributes:
         health: when a backend counts as failed.
@@ -60,7 +60,7 @@ class PoolWatch:
         self._load_rounds = trio.CancelScope()
 
     def adopt(self, health: HealthConfig, load: LoadConfig) -> None:
-        """Go by these from now on. Where one differs, its round under way is given up, and its interval begins anew."""
+        """Apply new settings. If one differs, its current round is abandoned, and its interval restarts."""
         if health != self.health:
             self.health = health
             for backend in self._placement.backends():
@@ -71,19 +71,20 @@ class PoolWatch:
             self._load_rounds.cancel("another policy")
 
     async def watch_health(self) -> None:
-        """Probe every backend again and again, for ever: what fails goes out, what is well again comes back.
+        """Probe every backend periodically until cancelled; suspend failing backends and reinstate recovered ones.
 
-        Each probe has `probe_timeout_s`. A backend that is only slow stays: each answered call counts for it.
+        Each probe has `probe_timeout_s`. A backend that is merely slow stays, because each answered call counts in its
+        favour.
         """
         while True:
             with trio.CancelScope() as self._health_rounds:
                 await self._look_again(self.health.interval_s, self._probe_again)
 
     async def watch_load(self) -> None:
-        """Ask every engine for its load again and again, for ever, and adapt how many tasks it may have.
+        """Query the load of every engine periodically until cancelled, and adapt its task limit.
 
-        Nothing is known of one that does not say, or fails to: its tasks then stay where they are, as does its limit.
-        What is turned off forgets what it had found out.
+        If an engine does not report its load, its tasks and its limit stay as they are. Disabling this discards the
+        estimates.
         """
         while True:
             policy = self._balancer.load
@@ -95,9 +96,9 @@ class PoolWatch:
                 await self._look_again(policy.interval_s, self._ask_load)
 
     async def _look_again(self, interval_s: float, look: Look) -> None:
-        """Look at every backend from time to time, for ever; never, where the interval is 0.
+        """Run `look` on every backend periodically until cancelled; never if the interval is 0.
 
-        One whose last look is not over is passed over: a backend that does not answer holds up no other.
+        A backend whose last check is still running is skipped, so an unresponsive backend does not delay others.
         """
         if not interval_s:
             await trio.sleep_forever()
@@ -130,7 +131,7 @@ class PoolWatch:
             self._balancer.adapt(backend, pressed=backend.load.pressed)
 
     async def _probe_again(self, backend: Backend) -> None:
-        """Probe it. A probe that a pause came across says nothing, unless it was answered."""
+        """Probe it. A probe that overlapped a pause is ignored, unless it was answered."""
         if self._admission.closed:
             await trio.lowlevel.checkpoint()
             return

@@ -68,7 +68,7 @@ def scored_data(group: Group, env_id: int) -> list[ScoredData]:
     """Return the rows of a group: one part of n rows, or as many parts as its longest trajectory has segments.
 
     The server packs batches out of groups of equal size, and a trainer compares the scores within one group. So each
-    part has n rows and all n scores. Where a rollout has no further segment, its first row is repeated, fully masked,
+    part has n rows and all n scores. Where a rollout lacks a further segment, its first row is repeated, fully masked,
     for a weight of 0. A rollout that was spoilt before its first token repeats another rollout's first row,
     fully masked.
 

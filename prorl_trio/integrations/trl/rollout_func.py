@@ -163,8 +163,8 @@ class RolloutFunction:
             trainer.train()
 
     TRL passes each prompt `num_generations` times in a row, and gets the same number of rows back. When the training
-    step has advanced, the weights are first sent to the node's engines. A failed rollout is sampled again. If it still
-    has no reward, its reward is None, which TRL leaves out of the baseline. The row of a rollout is its last segment
+    step has advanced, the weights are first sent to the node's engines. A failed rollout is sampled again. If that
+    fails as well, its reward is None, which TRL leaves out of the baseline. The row of a rollout is its last segment
     with sampled tokens.
 
     With `use_vllm=True` TRL itself transfers the weights to its vLLM servers, which must be the node's engines, and
@@ -275,7 +275,7 @@ def node_reward(
 ) -> list[float | None]:
     """Return the node's own rewards: `GRPOTrainer(reward_funcs=node_reward)`.
 
-    None means that a rollout has no reward.
+    None means that a rollout lacks a reward.
     """
     return rollout_reward
 

@@ -68,7 +68,7 @@ class NodeEngines:
         self._watch.start()
 
     def begin_update(self, step: int) -> None:
-        """Hold back all completions, because the engines may now lose their weights. Calling it again has no effect.
+        """Hold back all completions, because the engines may now lose their weights. Further calls do nothing.
 
         Completions in flight are aborted. When the update is finished, they continue from the tokens received so far.
 

@@ -1,1 +1,1 @@
-"""Images of sandboxes: the store of those that were pulled, built, unpacked or put together from layers."""
+"""Images of sandboxes: the store of pulled, built, unpacked and composed images."""

@@ -1,4 +1,4 @@
-"""Images of layers: a name in the store for a base and what lies over it. Nothing is copied."""
+"""Composed images: a name in the store for a base and layers over it. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 def compose_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
-    """Give a base and layers over it a name in the store, in the place of an image of that name. Blocks.
+    """Store a name for a base and layers over it, replacing any image of that name. Blocks.
 
-    Sandboxes that run keep what they were started from. An image of layers as the base is taken by its layers: storing
-    another under its name later changes nothing here. Any other is taken by its name.
+    Running sandboxes keep the image that they were started from. If the base is an image of layers, its current layers
+    are used, so storing another image under its name later has no effect here. Any other base is referred to by name.
 
     Args:
-        name: what sandboxes call it: no path, no reference of a registry, and not `host`.
+        name: its name in sandbox specs: not a path, a registry reference, or `host`.
         base: `host`, a path, or a name of the store.
         layers: digests of stored layers, lowest first.
 
     Raises:
-        ValueError: the name is no such name; or a layer, or a base that is no path, is not in the store.
+        ValueError: the name is not allowed; or a layer, or a base that is not a path, is not in the store.
     """
     if not name or name == "host" or name.startswith(("/", ".")) or is_reference(name):
         raise ValueError(f"an image cannot be called {name!r}: choose one that is no path, no reference and not `host`")
@@ -55,13 +55,14 @@ def compose_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
 def record_image(name: str, base: str, layers: Sequence[str], digest: str = "") -> StoredImage:
     """Store the record of an image whose layers are stored. See `compose_image`.
 
-    `digest` is that of a registry's manifest; by default it is made of the base's name and the layers' digests.
+    `digest` is the digest of a registry's manifest; by default it is computed from the base's name and the layers'
+    digests.
 
     Raises:
-        ValueError: a layer is not there.
+        ValueError: a layer is missing.
     """
     digest = digest or f"sha256:{hashlib.sha256(msgspec.json.encode([base, *layers])).hexdigest()}"
-    with store_lock():  # nobody takes a layer away between the look at it and its being named
+    with store_lock():  # no layer may be removed between its check and its naming
         return _record_image(name, base, layers, digest)
 
 

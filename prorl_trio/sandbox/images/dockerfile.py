@@ -1,4 +1,4 @@
-"""Dockerfiles, read into instructions: what they mean is for whoever builds of them."""
+"""Parser of Dockerfiles into instructions; the builder interprets them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ _SHOWN_CHARS: Final = 60
 
 
 class Instruction(NamedTuple):
-    """An instruction, its continuation lines joined. `line` is the number of its first."""
+    """An instruction with its continuation lines joined. `line` is the number of its first line."""
 
     line: int
     name: str
     rest: str
 
     def problem(self, why: str) -> str:
-        """Return a message that names this instruction and its line."""
         shown = self.rest if len(self.rest) <= _SHOWN_CHARS else f"{self.rest[: _SHOWN_CHARS - 3]}..."
         return f"line {self.line}: {self.name} {shown}: cannot be converted: {why}"
 
@@ -27,7 +26,7 @@ def read_instructions(text: str) -> list[Instruction]:
     """Return the instructions of a Dockerfile in order.
 
     Raises:
-        ValueError: it says by a directive that it is to be read otherwise, or a backslash ends it.
+        ValueError: a directive changes the syntax, or the file ends with a backslash.
     """
     if _DIRECTIVE.match(text.lstrip()):
         raise ValueError("line 1: the directive `escape` cannot be converted: use the backslash")
@@ -52,7 +51,7 @@ def read_instructions(text: str) -> list[Instruction]:
 
 
 def json_words(text: str) -> list[str] | None:
-    """Return the words of an instruction's exec form, a JSON list of texts; None if it is in another form."""
+    """Return the words of an instruction's exec form, a JSON list of strings; None for another form."""
     if not text.startswith("["):
         return None
     try:

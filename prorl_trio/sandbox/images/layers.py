@@ -1,7 +1,7 @@
-"""Layers: read-only folders that sandboxes see one over the other, each stored once, under what it contains.
+"""Layers: read-only folders that sandboxes see stacked, each stored once, under the digest of its content.
 
-A task of software engineering is a base image, an environment and a repository. Thousands share the base, many share
-the environment; so each is a layer of its own, and nothing is copied when a sandbox is started from them.
+A software-engineering task consists of a base image, an environment and a repository. Thousands of tasks share the
+base, and many share the environment. Each is therefore a separate layer, and nothing is copied to start a sandbox.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 LAYER_RECORD_NAME: Final = "layer.json"
 CONTENT_NAME: Final = "upper"
-"""Apptainer takes the folder of this name in a layer for what is in the layer."""
+"""The name under which Apptainer expects the content of a layer."""
 
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _STAGING: Final = ".new-"
 _ID_LENGTH: Final = 20
-"""Hexadecimal digits in a folder's name. Short, for a mount names all layers in one page; 80 bits tell them apart."""
+"""Hexadecimal digits in a folder's name. A mount names all layers in one page, so it is short; 80 bits suffice."""
 _UNLOCKED_S: Final = 60.0
-"""A folder of a layer in the making is locked at once; so long after it was made, it is."""
+"""Age after which an unlocked folder of an unfinished layer counts as abandoned. Its owner locks it at once."""
 _BLOCK_BYTES: Final = 512
 """The unit of `st_blocks`."""
 
@@ -44,13 +44,13 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a stored layer.
 
     Attributes:
-        digest: `sha256:` and the hexadecimal checksum of its tar stream: of a layer of a registry, what the image's
-            configuration calls its `diff_id`; of a stored folder, with all names sorted, and without times and owners.
-        size_bytes: on disk.
-        entries: files, folders and links.
+        digest: `sha256:` and the hexadecimal checksum of its tar stream. For a layer of a registry, this is the
+            `diff_id` in the image's configuration; for a stored folder, names are sorted, and times and owners omitted.
+        size_bytes: size on disk.
+        entries: number of files, folders and links.
         made_at_s: Unix time.
-        source: a stored `folder`, or an image of a `registry`, whose stream had more in it than a folder can keep.
-        opaque: folders, relative to its root, in which nothing of what lies below it is to be seen.
+        source: a stored `folder`, or an image of a `registry`, whose stream contained more than a folder can store.
+        opaque: folders, relative to its root, that hide everything below them in lower layers.
     """
 
     digest: str
@@ -62,7 +62,7 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredLayer(NamedTuple):
-    """A whole layer in the store."""
+    """A complete layer in the store."""
 
     record: LayerRecord
     folder: Path
@@ -78,34 +78,34 @@ class StoredLayer(NamedTuple):
         return (self.folder / LAYER_RECORD_NAME).stat().st_mtime
 
     def touch(self) -> None:
-        """Note that it is being used. Nothing happens in a store this user may not write."""
+        """Note that it is being used. Has no effect in a store that this user may not write."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / LAYER_RECORD_NAME)
 
 
 def is_digest(layer: str) -> bool:
-    """Return whether it names a layer of the store, there or not."""
+    """Return whether the string has the form of a layer's digest, whether or not the layer is stored."""
     return _DIGEST.fullmatch(layer) is not None
 
 
 def layers_dir() -> Path:
-    """The folder of all layers. Not created here."""
+    """Return the folder of all layers, without creating it."""
     return cache_dir() / "layers"
 
 
 def layer_folder(digest: str) -> Path:
-    """Return the folder where the layer of this digest is, or would be."""
+    """Return the folder of the layer with this digest, existing or not."""
     return layers_dir() / digest.removeprefix("sha256:")[:_ID_LENGTH]
 
 
 def find_layer(digest: str) -> StoredLayer | None:
-    """The stored layer of this digest. None if there is none, or its record cannot be read. Blocks."""
+    """Return the stored layer with this digest; None if it is missing or its record cannot be read. Blocks."""
     layer = _read(layer_folder(digest))
     return layer if layer is not None and layer.record.digest == digest else None
 
 
 def list_layers() -> list[StoredLayer]:
-    """All stored layers, by digest. Blocks."""
+    """Return all stored layers, by digest. Blocks."""
     found = (_read(record.parent) for record in layers_dir().glob(f"[!.]*/{LAYER_RECORD_NAME}"))
     return sorted((layer for layer in found if layer is not None), key=lambda layer: layer.record.digest)
 
@@ -119,18 +119,18 @@ def _read(folder: Path) -> StoredLayer | None:
 
 
 def store_layer(source: Path, at: str = "/") -> StoredLayer:
-    """Have a copy of a folder in the store as a layer, once, whoever stores it and however often. Blocks.
+    """Store a copy of a folder as a layer, once, even if several processes store it repeatedly. Blocks.
 
-    The digest is of names, types, permissions and contents. Times do not count: where only they differ, the first one
-    stored is kept. Set-user-id bits are left out.
+    The digest covers names, types, permissions and contents. If two folders differ only in times, the first stored one
+    is used. Set-user-id bits are dropped.
 
     Args:
         source: a folder. It may be changed or removed afterwards.
-        at: where sandboxes see it: the absolute path of a folder.
+        at: the absolute path at which sandboxes see it.
 
     Raises:
-        ValueError: `source` is no folder, or has a device or a socket in it; or `at` is not absolute.
-        OSError: it cannot be read, or not be written: no space is left.
+        ValueError: `source` is not a folder, or contains a device or a socket; or `at` is not absolute.
+        OSError: it cannot be read, or the copy cannot be written, for example for lack of space.
     """
     place = PurePosixPath(at)
     if not place.is_absolute() or ".." in place.parts:
@@ -149,9 +149,9 @@ def store_layer(source: Path, at: str = "/") -> StoredLayer:
 
 @contextlib.contextmanager
 def staged_layer() -> Iterator[Path]:
-    """A folder to make a layer in, whose content is to be in `CONTENT_NAME`; removed unless it is placed. Blocks.
+    """Yield a folder to make a layer in, with the content in `CONTENT_NAME`; removed unless it is placed. Blocks.
 
-    What a process has left that was killed is removed first: its lock on the folder ended with it.
+    Leftovers of killed processes are removed first, since their locks ended with them.
     """
     layers_dir().mkdir(parents=True, exist_ok=True)
     _sweep(time.time() - _UNLOCKED_S)
@@ -184,7 +184,7 @@ def _sweep(older_than_s: float) -> None:
 
 
 def place_layer(staging: Path, record: LayerRecord) -> StoredLayer:
-    """Give a layer that was made in `staging` its record and its place, unless another has taken that. Blocks."""
+    """Store a layer that was made in `staging` with its record, unless it is already stored. Blocks."""
     (staging / LAYER_RECORD_NAME).write_bytes(msgspec.json.encode(record))
     staging.chmod(0o755)
     (staging / CONTENT_NAME).chmod(0o755)
@@ -199,7 +199,7 @@ def place_layer(staging: Path, record: LayerRecord) -> StoredLayer:
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy links as links, and make all of it readable to its owner, who has to remove it one day."""
+    """Copy a folder, with links as links, and make everything readable to its owner, who must remove it one day."""
     target.mkdir(exist_ok=True)
     for name in os.listdir(source):
         found, place = source / name, target / name
@@ -222,7 +222,7 @@ def _kept_mode(mode: int) -> int:
 
 
 class _HashingFile:
-    """A file that only remembers the checksum of what is written."""
+    """A file that only computes the checksum of the written data."""
 
     def __init__(self) -> None:
         self.sha256 = hashlib.sha256()
@@ -233,13 +233,13 @@ class _HashingFile:
 
 
 def measure_folder(root: Path) -> tuple[int, int]:
-    """Return the size on disk in bytes of what is in a folder, and how many entries that is. Blocks."""
+    """Return the size on disk in bytes of a folder's content, and its number of entries. Blocks."""
     sizes = [path.lstat().st_blocks * _BLOCK_BYTES for path in _walk(root)]
     return sum(sizes), len(sizes)
 
 
 def folder_digest(root: Path) -> str:
-    """The digest of a folder as a layer. Reads all of it. Blocks."""
+    """Return the digest of a folder as a layer. Reads the whole folder. Blocks."""
     sink = _HashingFile()
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]  # a writer is enough
         for path in _walk(root):
@@ -252,7 +252,7 @@ def folder_digest(root: Path) -> str:
             elif stat.S_ISDIR(status.st_mode):
                 entry.type = tarfile.DIRTYPE
                 tar.addfile(entry)
-            elif stat.S_ISCHR(status.st_mode):  # what an overlay takes for "nothing here"
+            elif stat.S_ISCHR(status.st_mode):  # an overlay's whiteout
                 entry.type = tarfile.CHRTYPE
                 tar.addfile(entry)
             else:
@@ -271,7 +271,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, also where it has folders that its owner may not write. What cannot be removed stays. Blocks."""
+    """Remove a folder, even with folders that its owner may not write. Files that cannot be removed stay. Blocks."""
 
     def open_up(_function: object, failed: str, _error: object) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The folders and files that a sandbox is started from, by what its spec calls them."""
+"""Lookup of the folders and files that a sandbox consists of, by the names in its spec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COVERED_BY_HOST: Final = (
     *("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "dev", "proc", "sys", "tmp", "home/agent", "opt/prorl"),
     *("singularity", ".singularity.d", ".exec", ".run", ".shell", ".test", "environment"),
 )
-"""Below the root of the image `host`: what is mounted there, and what launchers would run before anything else."""
+"""Paths below the root of the image `host` that are mounted over, or that launchers would run before anything else."""
 
 
 class ImageRoot(NamedTuple):
@@ -33,15 +33,15 @@ class ImageRoot(NamedTuple):
 
 
 def locate_root(image: str, layers: Sequence[str] = (), *, directories: bool = False) -> ImageRoot:
-    """The parts that a sandbox of `image` with `layers` over it consists of. Blocks. What is stored counts as used.
+    """Return the parts of a sandbox of `image` with `layers` over it, and mark stored parts as used. Blocks.
 
     Args:
         image: see `SandboxSpec`.
         layers: see `SandboxSpec`.
-        directories: the base must be a folder: a .sif file is taken in its unpacked form.
+        directories: the base must be a folder: for a .sif file, its unpacked form is used.
 
     Raises:
-        SandboxUnavailable: one of them is not there; with what to do.
+        SandboxUnavailable: a part is missing; the message has a remedy.
     """
     over = tuple(_locate_layer(layer) for layer in layers)
     if image == HOST:
@@ -60,14 +60,14 @@ def locate_root(image: str, layers: Sequence[str] = (), *, directories: bool = F
 
 @contextmanager
 def open_root(image: str, layers: Sequence[str] = (), *, directories: bool = False) -> Iterator[ImageRoot]:
-    """The parts of a sandbox's root, as `locate_root` has them, which nobody removes during the block. Blocks.
+    """Yield the parts as `locate_root` does, and prevent their removal during the block. Blocks.
 
     Raises:
-        SandboxUnavailable: one of them is not there; with what to do.
+        SandboxUnavailable: a part is missing; the message has a remedy.
     """
     with ExitStack() as stack:
         for _ in range(_MAX_LOOKS):
-            # Held first, then looked at: what is held and there, stays.
+            # Hold first, check second: a held part that exists cannot be removed.
             names = _uses(image, layers)
             stack.enter_context(hold(names))
             found = locate_root(image, layers, directories=directories)
@@ -78,7 +78,7 @@ def open_root(image: str, layers: Sequence[str] = (), *, directories: bool = Fal
 
 
 def _uses(image: str, layers: Iterable[str]) -> frozenset[str]:
-    """Return the names in `uses` of what a sandbox would be started from, there or not."""
+    """Return the names in `uses` of a sandbox's parts, existing or not."""
     names = {layer_use(layer) for layer in layers if is_digest(layer)}
     while image and image != HOST:
         if not is_reference(image) and (path := Path(image)).exists():
@@ -94,10 +94,10 @@ def _uses(image: str, layers: Iterable[str]) -> frozenset[str]:
 
 
 def locate_image(image: str) -> Path:
-    """The root directory or .sif file of an image without layers; a directory where both are stored. Blocks.
+    """Return the root directory or .sif file of an image without layers, and prefer the directory. Blocks.
 
     Raises:
-        SandboxUnavailable: there is no such image; with what to do.
+        SandboxUnavailable: the image is missing; the message has a remedy.
     """
     if not is_reference(image) and (path := Path(image)).exists():
         return path.resolve()
@@ -141,10 +141,10 @@ def _locate_layer(layer: str, image: str = "") -> Path:
 
 
 def check_host_layers(layers: Iterable[Path]) -> None:
-    """Refuse layers that could not be seen over the image `host`, or would be run before the daemon. Blocks.
+    """Refuse layers that would be hidden in the image `host`, or would run before the daemon. Blocks.
 
     Raises:
-        SandboxUnavailable: names the folder.
+        SandboxUnavailable: the message names the folder.
     """
     for layer in layers:
         for covered in _COVERED_BY_HOST:

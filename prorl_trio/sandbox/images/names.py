@@ -1,4 +1,4 @@
-"""References of images in registries: their parts, and the rules by which suites of tasks name theirs."""
+"""References of images in registries: their parts, and the naming rules of task suites."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Reference(NamedTuple):
     """The parts of `docker://HOST/REPOSITORY:TAG@DIGEST`.
 
     Attributes:
-        host: of the registry, with its port if that is named; `docker.io` where no host is.
+        host: host of the registry, with its port if named; default `docker.io`.
         repository: without the host.
-        tag: `latest` where neither it nor a digest is named.
-        digest: of the manifest; empty if not named. It decides, whatever the tag.
+        tag: `latest` if neither tag nor digest is named.
+        digest: digest of the manifest; empty if not named. It takes precedence over the tag.
     """
 
     host: str
@@ -34,20 +34,19 @@ class Reference(NamedTuple):
 
     @property
     def api_host(self) -> str:
-        """Return the host that speaks the registry's protocol."""
         return _DOCKER_HUB_API if self.host == _DOCKER_HUB else self.host
 
     @property
     def version(self) -> str:
-        """Return what a manifest is asked for by: the digest, else the tag."""
+        """Return the identifier for requesting a manifest: the digest, else the tag."""
         return self.digest or self.tag
 
 
 def parse_reference(reference: str) -> Reference:
-    """The parts of a reference as Docker reads it.
+    """Return the parts of a reference as Docker reads it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a valid reference.
     """
     rest = reference.removeprefix(DOCKER)
     rest, _, digest = rest.partition("@")
@@ -71,17 +70,17 @@ def parse_reference(reference: str) -> Reference:
 
 
 def swe_bench_image(instance_id: str) -> str:
-    """The image in which SWE-bench's harness evaluates an instance: `astropy__astropy-12907`."""
+    """Return the image in which SWE-bench's harness evaluates an instance: `astropy__astropy-12907`."""
     return f"{DOCKER}swebench/sweb.eval.x86_64.{instance_id.lower().replace('__', '_1776_')}:latest"
 
 
 def swe_gym_image(instance_id: str) -> str:
-    """The image in which SWE-Gym's environments run an instance."""
+    """Return the image in which SWE-Gym's environments run an instance."""
     return f"{DOCKER}xingyaoww/sweb.eval.x86_64.{instance_id.lower().replace('__', '_s_')}:latest"
 
 
 def swe_smith_image(instance_id: str) -> str:
-    """The image of all instances of a repository in SWE-smith, where an id is `OWNER__REPO.COMMIT.BUG`."""
+    """Return the image of all instances of a repository in SWE-smith, whose ids are `OWNER__REPO.COMMIT.BUG`."""
     repository = instance_id.rpartition(".")[0].lower().replace("__", "_1776_")
     return f"{DOCKER}swebench/swesmith.x86_64.{repository}:latest"
 
@@ -91,4 +90,4 @@ SUITES: Final[Mapping[str, Callable[[str], str]]] = {
     "swe-gym": swe_gym_image,
     "swe-smith": swe_smith_image,
 }
-"""The rules by the name of the suite: from an instance's id to its reference."""
+"""The rule from an instance's id to its reference, by the name of the suite."""

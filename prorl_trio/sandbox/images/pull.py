@@ -1,7 +1,7 @@
-"""Images from a registry into the store, layer by layer: each once, several at a time, resumed where it broke off.
+"""Pulls of images from a registry into the store, layer by layer: deduplicated, concurrent, and resumed after a break.
 
-`python -m prorl_trio.sandbox.images.pull` does it in a process of its own, as nodes want it: unpacking is work for a
-core, and ends with its process.
+`python -m prorl_trio.sandbox.images.pull` runs a pull in a separate process, as nodes do: unpacking needs a core, and
+ends with its process.
 """
 
 from __future__ import annotations
@@ -53,31 +53,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENV_SCRIPT: Final = ".singularity.d/env/10-docker2singularity.sh"
-"""Run before an image's tools, as Apptainer has it, and by the other providers too."""
+"""A script that runs before an image's tools, as in Apptainer, with every provider."""
 
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 _PIECE_BYTES: Final = 1024 * 1024
 _MAX_BROKEN: Final = 8
-"""Connections in a row that may break before any byte came."""
+"""Limit of consecutive connections that break without delivering a byte."""
 _BROKEN_PAUSE_S: Final = 0.5
 _MAX_LAYERS: Final = 500
-"""Layers of one image. An overlay of Linux has no more (`OVL_MAX_STACK`)."""
+"""Maximum number of layers of an image. An overlay of Linux has the same limit (`OVL_MAX_STACK`)."""
 _WATCHED_COVERS: Final = 4096
-"""Whiteouts that are made between two looks at the disk."""
+"""Number of whiteouts between two checks of the disk."""
 _MAX_USED_INODES: Final = 0.98
-"""Share of the disk's inodes in use, where it has a fixed number, above which nothing more is unpacked."""
+"""Share of the disk's inodes in use above which unpacking stops, if the disk has a fixed number of inodes."""
 _MAX_ERROR_CHARS: Final = 2000
 _UNPACKED_RATIO: Final = 3
-"""The size of an unpacked layer for which room is made, in sizes of the packed one. More is seen as it comes."""
+"""Assumed ratio of unpacked to packed size when room is made. The unpacking checks the actual size."""
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class PullError(Exception):
-    """An image could not be had: says which, why, and what to do. `full`: the store or its disk has no room."""
+    """An image could not be pulled: the message names it, the reason and a remedy.
+
+    `full`: the store or its disk is full.
+    """
 
     def __init__(self, message: str, *, full: bool = False) -> None:
         text = message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}..."
-        super().__init__("".join(char if char.isprintable() else "?" for char in text))  # names may be of a stranger
+        super().__init__("".join(char if char.isprintable() else "?" for char in text))  # names may be untrusted
         self.full = full
 
 
@@ -85,12 +88,12 @@ class PullRules(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of pulls.
 
     Attributes:
-        max_store_bytes: the store may take so much on disk; 0 for no such limit. Pulled images that are not in use make
-            room, the least recently used first.
-        min_free_bytes: so much of the disk stays free, for all else that is on it.
-        max_downloads: layers of one image that are fetched and unpacked at once.
-        patience_s: how long a registry may ask to wait, or fail, before the pull fails. What has come is kept.
-        plain_http: hosts, with their ports, of registries that speak no TLS.
+        max_store_bytes: disk space that the store may use; 0 for no limit. Unused pulled images make room, least
+            recently used first.
+        min_free_bytes: space of the disk that stays free for other uses.
+        max_downloads: layers of one image that are downloaded and unpacked concurrently.
+        patience_s: how long a registry may ask to wait, or fail, before the pull fails. Downloaded data is kept.
+        plain_http: hosts, with their ports, of registries without TLS.
     """
 
     max_store_bytes: int = 0
@@ -101,7 +104,7 @@ class PullRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that the process of a pull reads."""
+    """The input line of a pull process."""
 
     reference: str
     rules: PullRules
@@ -109,14 +112,14 @@ class PullOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that it writes: nothing if the image is there, else why not."""
+    """The output line of a pull process: empty if the image was pulled, else the reason."""
 
     error: str = ""
     full: bool = False
 
 
 _Digest = Annotated[str, msgspec.Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
-"""Names a file of the store: nothing else may come from a registry."""
+"""The name of a file in the store; a registry must not supply any other form."""
 
 
 class _Descriptor(msgspec.Struct, frozen=True):
@@ -146,14 +149,14 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def pull_image(reference: str, rules: PullRules, *, again: bool = False) -> StoredImage:
-    """Have the image of a registry in the store, as layers. Waits while another process pulls it. Blocks.
+    """Pull an image of a registry into the store, as layers. Waits while another process pulls it. Blocks.
 
-    What has been downloaded stays when this fails or is killed, and the next pull goes on from there.
+    Downloads survive a failure or a kill, and the next pull resumes them.
 
     Args:
         reference: `docker://...`.
-        rules: see there.
-        again: pull also when it is there, for a tag that has moved. Sandboxes that run keep the old one.
+        rules: the limits.
+        again: pull even if it is stored, for a tag that has moved. Running sandboxes keep the old image.
 
     Raises:
         PullError: see there.
@@ -187,7 +190,7 @@ class _Pull:
         self._made: list[str] = []
 
     def run(self) -> StoredImage:
-        """Do it, and return the image. Raises as its parts do."""
+        """Pull the image and return it. Raises the errors of its steps."""
         digest, manifest = self._manifest()
         if manifest.config is None or not manifest.layers:
             raise RegistryError(f"{self._version} is no image that can be run: it has no layers")
@@ -209,13 +212,13 @@ class _Pull:
             raise
 
     def _undo(self) -> None:
-        """Take what was unpacked for nothing away, unless others have use for it."""
+        """Remove unpacked layers that are no longer needed, unless others use them."""
         for digest in self._made:
             with contextlib.suppress(ValueError, OSError):
                 remove_image(digest)
 
     def _manifest(self) -> tuple[str, _Manifest]:
-        """The digest of what the reference names, and the manifest for this machine."""
+        """Return the digest that the reference resolves to, and the manifest for this machine."""
         content, _ = self._registry.manifest(self._version)
         digest = _sha256(content)
         if self._version.startswith("sha256:") and digest != self._version:
@@ -266,7 +269,7 @@ class _Pull:
             self._unpack(blob, descriptor, diff_id)
 
     def _download(self, descriptor: _Descriptor) -> Path:
-        """The file of a blob, whole and checked; begun where an earlier attempt ended."""
+        """Return the file of a blob, complete and verified; an earlier download is resumed."""
         path = _blob_path(descriptor.digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(2):
@@ -334,7 +337,7 @@ class _Pull:
         self._made.append(diff_id)
 
     def _watch(self) -> None:
-        """Stop unpacking where another layer failed, and before the disk is full."""
+        """Stop unpacking if another layer has failed, and before the disk is full."""
         if self._failed.is_set():
             raise UnpackError("another part of it failed")
         disk = os.statvfs(cache_dir())
@@ -344,10 +347,10 @@ class _Pull:
             self._make_room(0, _PIECE_BYTES)
 
     def _make_room(self, store_bytes: int, disk_bytes: int) -> None:
-        """Evict until so much more fits into the store, and onto the disk.
+        """Evict images until this many more bytes fit into the store, and onto the disk.
 
         Raises:
-            StoreFull: it does not. Nothing is evicted for what would not fit into an empty store.
+            StoreFull: they do not fit. If they would not fit into an empty store, nothing is evicted.
         """
         limit_bytes, floor_bytes = self._rules.max_store_bytes, self._rules.min_free_bytes
 
@@ -379,7 +382,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _with_covers(diff_ids: Sequence[str], watch: Callable[[], None]) -> list[str]:
-    """The layers of an image, without empty ones, each below those folders' covers of which it shows nothing lower."""
+    """Return the layers of an image without empty ones; each is preceded by covers of the folders it makes opaque."""
     layers: list[str] = []
     for diff_id in diff_ids:
         layer = find_layer(diff_id)
@@ -395,9 +398,9 @@ def _with_covers(diff_ids: Sequence[str], watch: Callable[[], None]) -> list[str
 
 
 def _cover(opaque: Sequence[str], lower: Sequence[str], watch: Callable[[], None]) -> str:
-    """The layer that hides all that the `lower` ones have in the folders `opaque`; empty if they have nothing there.
+    """Return the layer that hides the content of the `lower` layers in the `opaque` folders; empty if there is none.
 
-    A mark on the folder itself would be heeded by some launchers only.
+    Only some launchers would respect a mark on the folder itself.
     """
     below = [layer.content for digest in lower if (layer := find_layer(digest)) is not None]
     names = {
@@ -420,7 +423,7 @@ def _cover(opaque: Sequence[str], lower: Sequence[str], watch: Callable[[], None
 
 
 def _env_layer(variables: Sequence[str]) -> str:
-    """The layer with the script that sets an image's variables."""
+    """Return the layer with the script that sets an image's variables."""
     lines = ["#!/bin/sh"]
     for variable in variables:
         name, _, value = variable.partition("=")
@@ -441,7 +444,7 @@ def _place_own(staging: Path) -> str:
 
 
 def main() -> None:
-    """Pull what the first line of the standard input orders, and report on the output. Ends when the input does.
+    """Carry out the pull order in the first line of standard input, and report. Ends when the input does.
 
     Progress goes to standard error, in lines.
     """

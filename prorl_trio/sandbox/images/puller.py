@@ -1,4 +1,4 @@
-"""Pulls for a node: an image that is named and not there is fetched once, whoever waits for it."""
+"""Pulls for a node: a missing image is pulled once, for all callers that wait for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SAID_BYTES: Final = 64 * 1024
-"""Kept of what the process of a pull says, which is a line."""
+"""Limit of the stored output of a pull process, which is a single line."""
 _KILL_GRACE_S: Final = 5.0
 
 
@@ -35,9 +35,9 @@ class PullLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of a node's pulls.
 
     Attributes:
-        rules: of each pull.
-        max_concurrent: images that are pulled at once.
-        timeout_s: how long somebody waits for an image. The pull itself goes on.
+        rules: limits of each pull.
+        max_concurrent: images that are pulled concurrently.
+        timeout_s: how long a caller waits for an image. The pull itself continues.
     """
 
     rules: PullRules = PullRules()
@@ -46,7 +46,7 @@ class PullLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Pull:
-    """A pull that goes on: its end, and why it failed."""
+    """A running pull: its end, and the reason of a failure."""
 
     def __init__(self) -> None:
         self.done = trio.Event()
@@ -55,9 +55,9 @@ class _Pull:
 
 
 class ImagePuller:
-    """Pulls images in processes of their own, one for each image, as tasks of `nursery`.
+    """Pulls images in separate processes, one for each image, as tasks of `nursery`.
 
-    A pull belongs to the node: it goes on when all who wait for it have been cancelled, and ends with `nursery`.
+    A pull belongs to the node: it continues when all waiting callers were cancelled, and ends with `nursery`.
     """
 
     def __init__(self, limits: PullLimits, nursery: trio.Nursery) -> None:
@@ -72,7 +72,7 @@ class ImagePuller:
         return f"<ImagePuller: {len(self._pulls)} pulls, {self._pulled_total} done, {self._failed_total} failed>"
 
     def statistics(self) -> dict[str, float]:
-        """Numbers now, and `*_total` since the beginning. `image_pulls` includes those that wait for their turn."""
+        """Return current numbers, and `*_total` since the beginning. `image_pulls` includes waiting pulls."""
         return {
             "image_pulls": len(self._pulls),
             "images_pulled_total": self._pulled_total,
@@ -80,7 +80,7 @@ class ImagePuller:
         }
 
     async def wait_image(self, image: str) -> None:
-        """Return when `image` is there, or is nothing that could be pulled. A cancel leaves the pull alone.
+        """Return when `image` is stored; at once unless it is a registry's. A cancel does not stop the pull.
 
         Raises:
             SandboxUnavailable: it could not be pulled, or not within `timeout_s`.
@@ -126,9 +126,9 @@ class ImagePuller:
 
 
 async def run_pull(order: PullOrder, progress: Callable[[str], None]) -> PullReport:
-    """Run the process of a pull to its end, and call `progress` with each line that it writes about its progress.
+    """Run a pull process to its end, and call `progress` with each line of its progress.
 
-    A cancel kills the process; what it has fetched stays.
+    A cancel kills the process; downloaded data stays.
     """
     argv = [own_python(), "-m", "prorl_trio.sandbox.images.pull"]
     pipe = subprocess.PIPE
@@ -137,7 +137,7 @@ async def run_pull(order: PullOrder, progress: Callable[[str], None]) -> PullRep
     )
     said: dict[str, bytes] = {}
     try:
-        # Its input stays open: it ends when that does, as when this process is killed.
+        # Its input stays open: it ends when the input closes, as when this process is killed.
         async with open_single_nursery() as nursery:
             nursery.start_soon(_read, process.stdout, said, "out")
             nursery.start_soon(_read, process.stderr, said, "err", progress)

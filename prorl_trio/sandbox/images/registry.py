@@ -1,7 +1,8 @@
-"""A client of registries that speak the OCI distribution protocol: manifests, and blobs from any byte on.
+"""A client of registries with the OCI distribution protocol: manifests, and blobs from any byte on.
 
-It waits where a registry asks to (429, Retry-After), for all processes that share the store; gets and renews tokens;
-and tries again what broke, within a limit. Proxies are those of the environment. Blocks: for a process of its own.
+It honours a registry's rate limits (429, Retry-After) for all processes that share the store. It obtains and renews
+tokens, and retries failed requests within a limit. Proxies come from the environment. Blocks: run it in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 READ_TIMEOUT_S: Final = 60.0
-"""Longest silence of a registry, in a connection's set-up or between two pieces of an answer."""
+"""Longest silence of a registry while it connects, or between two pieces of an answer."""
 FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 60.0
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
@@ -58,15 +59,15 @@ _MANIFESTS: Final = ", ".join(
 _HELPER_TIMEOUT_S: Final = 30.0
 _NO_USER: Final = "00000000-0000-0000-0000-000000000000"
 _TOKEN_USER: Final = "<token>"
-"""The user by which a helper says that its secret is an identity token."""
+"""The user name with which a helper marks its secret as an identity token."""
 _DOCKER_HUB_KEYS: Final = ("https://index.docker.io/v1/", "index.docker.io", "docker.io", "registry-1.docker.io")
 
 
 class Credentials(NamedTuple):
-    """A user and a password, or an access token in the place of one.
+    """A user and a password, or an access token instead.
 
-    For an identity token, as `az acr login` leaves one, the registry's realm gives access tokens (OAuth 2, grant type
-    `refresh_token`; Docker's "Registry v2 authentication using OAuth2").
+    For an identity token, such as the one of `az acr login`, the registry's realm issues access tokens (OAuth 2, grant
+    type `refresh_token`; Docker's "Registry v2 authentication using OAuth2").
     """
 
     user: str
@@ -78,14 +79,13 @@ class Credentials(NamedTuple):
 
     @property
     def header(self) -> str:
-        """Return the value of an `Authorization` header."""
         return f"Basic {base64.b64encode(f'{self.user}:{self.password}'.encode()).decode()}"
 
 
 def find_credentials(host: str) -> Credentials | None:
-    """The credentials for a registry's host; None if there are none. A credential helper is asked. Blocks.
+    """Return the credentials for a registry's host, or None. Calls a credential helper if configured. Blocks.
 
-    Keys are read as docker reads them: `https://HOST/v2/` and `http://HOST` are the host's, too.
+    Keys are read as Docker reads them: `https://HOST/v2/` and `http://HOST` also belong to the host.
 
     In order: `REGISTRY_AUTH_FILE`; the `config.json` of `DOCKER_CONFIG`, or of ~/.docker; podman's `auth.json`;
     Apptainer's `docker-config.json`.
@@ -109,7 +109,7 @@ def _table(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _host_of(key: str) -> str:
-    """Return the host of a key that is a URL of a registry's API; other keys as they are, such as podman's paths."""
+    """Return the host if the key is a URL of a registry API; return other keys, such as podman paths, unchanged."""
     host, _, path = re.sub(r"^https?://", "", key).partition("/")
     return host if path.strip("/") in ("", "v1", "v2") else key
 
@@ -117,7 +117,7 @@ def _host_of(key: str) -> str:
 def _files() -> Iterator[Path]:
     if named := os.environ.get("REGISTRY_AUTH_FILE"):
         yield Path(named)
-    home = Path(os.path.expanduser("~"))  # `~` itself if the user has none: then no file of it is found
+    home = Path(os.path.expanduser("~"))  # `~` itself if the user lacks a home: then no file below it is found
     yield Path(os.environ.get("DOCKER_CONFIG") or home / ".docker", "config.json")
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime, "containers", "auth.json")
@@ -159,7 +159,7 @@ def _from_helper(settings: dict[str, Any], key: str) -> Credentials | None:
 
 
 class RegistryError(Exception):
-    """A registry has refused something, or not answered in time. Says what, and what to do."""
+    """A registry refused a request, or did not answer in time. The message has a remedy."""
 
 
 class _Token(msgspec.Struct):
@@ -168,12 +168,12 @@ class _Token(msgspec.Struct):
 
 
 class Registry:
-    """The registry that a reference names. For any number of threads.
+    """The registry of a reference. Thread-safe.
 
     Args:
-        reference: whose host and repository are asked.
-        plain_http: it speaks no TLS.
-        patience_s: how long one request may be waited for and tried again while nothing of it comes.
+        reference: names the host and the repository.
+        plain_http: it does not use TLS.
+        patience_s: how long a request may wait and retry without progress.
     """
 
     def __init__(self, reference: Reference, *, plain_http: bool, patience_s: float) -> None:
@@ -186,7 +186,7 @@ class Registry:
         self._authorization = ""
 
     def manifest(self, version: str) -> tuple[bytes, str]:
-        """The manifest of a tag or digest, and its media type.
+        """Return the manifest of a tag or digest, and its media type.
 
         Raises:
             RegistryError: see there.
@@ -199,7 +199,7 @@ class Registry:
         return content, media_type
 
     def blob(self, digest: str, offset: int) -> HTTPResponse:
-        """The answer to a request for a blob from byte `offset` on. Its status is 206, or 200 for all of the blob.
+        """Return the response for a blob from byte `offset` on. Its status is 206, or 200 for the whole blob.
 
         Raises:
             RegistryError: see there.
@@ -218,7 +218,7 @@ class Registry:
             self._pause.wait(give_up_at, self._name)
             request = urllib.request.Request(f"{self._base}/{path}", headers=headers)
             authorization = self._authorization
-            if authorization:  # for this host alone, and not for the one that it may send us on to
+            if authorization:  # only for this host, and not for a host that it redirects to
                 request.add_unredirected_header("Authorization", authorization)
             try:
                 answer: HTTPResponse = urllib.request.urlopen(request, timeout=READ_TIMEOUT_S)
@@ -261,7 +261,7 @@ class Registry:
         return f"{self._name}: {path} was refused with HTTP {error.code}{advice}. It said: {said or 'nothing'}"
 
     def _authorize(self, challenge: str, tried: str) -> None:
-        """Get what `WWW-Authenticate` asks for, unless another thread has done so meanwhile."""
+        """Obtain the token that `WWW-Authenticate` asks for, unless another thread has just done so."""
         with self._lock:
             if self._authorization != tried:
                 return
@@ -274,7 +274,7 @@ class Registry:
             elif kind.lower() == "bearer":
                 fields = dict(_CHALLENGE.findall(rest))
                 realm = fields.pop("realm", "")
-                if urllib.parse.urlsplit(realm).scheme not in ("http", "https"):  # urllib reads local files, too
+                if urllib.parse.urlsplit(realm).scheme not in ("http", "https"):  # urllib also reads local files
                     raise RegistryError(f"{self._name} names no address for tokens, but {realm[:200]!r}")
                 fields.setdefault("scope", f"repository:{self._reference.repository}:pull")
                 if known is not None and known.is_identity_token:
@@ -308,7 +308,7 @@ def _advice(why: str) -> str:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Seconds of a `Retry-After`, which has seconds or a date; None if it has neither."""
+    """Return the seconds of a `Retry-After`, which has seconds or a date; None if it has neither."""
     if value is None:
         return None
     with contextlib.suppress(ValueError):
@@ -325,12 +325,12 @@ class _Pause:
         self._path = cache_dir() / "images" / ".hosts" / re.sub(r"[^A-Za-z0-9.]", "-", host)
 
     def until(self, time_s: float) -> None:
-        """Note the Unix time that it has asked for."""
+        """Store the Unix time that it has requested."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(f"{time_s}")
 
     def wait(self, give_up_at: float, name: str) -> None:
-        """Wait for that time; not where it lies beyond `give_up_at`, of the monotonic clock."""
+        """Wait for that time, unless it is later than `give_up_at` of the monotonic clock."""
         try:
             left_s = float(self._path.read_text()) - time.time()
         except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The disk space of the store, and its ways to become less: by name, what nobody names, and the least recently used.
+"""Disk usage of the store, and removal of images by name, of unnamed layers, and of the least recently used images.
 
-Nothing that a sandbox uses is ever removed (`uses`), nor the base of another image. What goes is renamed first, under
-the lock of the store, so that it is there whole or not at all.
+Parts that a sandbox uses (`uses`) and bases of other images are never removed. A removed folder is first renamed under
+the lock of the store, so that removal is atomic.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ STAGING: Final = ".new-"
 _TRASH: Final = ".old-"
 _BLOCK_BYTES: Final = 512
 _STAGING_S: Final = 24 * 3600.0
-"""Leftovers of killed commands are removed after so long at the earliest: no command takes that long."""
+"""Minimum age of leftovers of killed commands before they are removed; commands never take that long."""
 
 
 class StoreFull(Exception):
-    """The store, or its disk, has no room, and nothing more may be removed. Says the limit and what is taken."""
+    """The store or its disk is full, and nothing more may be removed. The message has the limit and the usage."""
 
 
 class ImageDiskUse(NamedTuple):
-    """The disk space of an image in bytes: what would be free without it, and what it shares with others."""
+    """The disk space of an image in bytes: what its removal would free, and the part that it shares with others."""
 
     name: str
     own_bytes: int
@@ -44,13 +44,13 @@ class ImageDiskUse(NamedTuple):
 
 
 class DiskUse(NamedTuple):
-    """The disk space of the store in bytes, where what several share counts once.
+    """The disk space of the store in bytes, with shared parts counted once.
 
     Attributes:
-        images: of each, by name.
+        images: space of each image, by name.
         unnamed_bytes: layers that no image names.
-        downloads_bytes: what pulls have fetched and not yet unpacked, and Apptainer's cache of layers.
-        total_bytes: all of it.
+        downloads_bytes: downloads that are not yet unpacked, and Apptainer's cache of layers.
+        total_bytes: the sum.
     """
 
     images: tuple[ImageDiskUse, ...]
@@ -60,7 +60,7 @@ class DiskUse(NamedTuple):
 
 
 class _Store:
-    """A look at the store, under its lock."""
+    """A snapshot of the store, under its lock."""
 
     def __init__(self) -> None:
         self.images = list_images()
@@ -69,18 +69,16 @@ class _Store:
         self._renamed: list[Path] = []
 
     def named_by(self, digest: str) -> list[str]:
-        """Names of the images that this layer is of."""
         return [image.record.name for image in self.images if digest in image.record.layers]
 
     def reason_to_keep(self, image: StoredImage) -> str:
-        """Return why an image may not be removed; empty if it may."""
         if image_use(image.folder) in self.in_use:
             return "sandboxes use it"
         others = [other.record.name for other in self.images if other.record.base == image.record.name]
         return f"it is the base of {', '.join(others[:3])}{' and others' if len(others) > 3 else ''}" if others else ""
 
     def drop_image(self, image: StoredImage) -> None:
-        """Take an image away, and what of its layers nobody else names or uses."""
+        """Drop an image, and its layers that no other image names or uses."""
         self._rename(image.folder)
         self.images.remove(image)
         named = {digest for other in self.images for digest in other.record.layers}
@@ -89,7 +87,6 @@ class _Store:
                 self.drop_layer(self.layers[digest])
 
     def drop_layer(self, layer: StoredLayer) -> None:
-        """Take a layer away."""
         self._rename(layer.folder)
         del self.layers[layer.record.digest]
 
@@ -100,13 +97,12 @@ class _Store:
 
     @property
     def renamed(self) -> tuple[Path, ...]:
-        """The folders that wait to be removed."""
         return tuple(self._renamed)
 
 
 @contextmanager
 def _locked_store() -> Iterator[_Store]:
-    """A look at the store, under its lock; what was dropped is removed from the disk after that."""
+    """Yield a snapshot of the store under its lock; dropped folders are deleted from the disk afterwards."""
     renamed: tuple[Path, ...] = ()
     try:
         with store_lock():
@@ -124,7 +120,7 @@ def remove_image(name: str) -> None:
     """Remove an image, with the layers that only it names; or a layer, by its digest. Blocks.
 
     Raises:
-        ValueError: it is not in the store, a sandbox uses it, or another image is made of it; says which.
+        ValueError: it is not in the store, a sandbox uses it, or another image depends on it; the message names it.
     """
     with _locked_store() as store:
         if is_digest(name):
@@ -146,7 +142,7 @@ def remove_image(name: str) -> None:
 
 
 def prune(unused_s: float, now_s: float | None = None) -> list[str]:
-    """Remove layers that no image names and that nobody has used for `unused_s`, and what killed commands left. Blocks.
+    """Remove unnamed layers that were not used for `unused_s`, and leftovers of killed commands. Blocks.
 
     Returns:
         The digests of the removed layers.
@@ -176,15 +172,15 @@ def _changed_at_s(path: Path) -> float:
 
 
 def evict(is_enough: Callable[[int], bool]) -> list[str]:
-    """Remove pulled images, the least recently used first, until `is_enough(bytes of the whole store)`. Blocks.
+    """Remove pulled images, least recently used first, until `is_enough(bytes of the whole store)`. Blocks.
 
-    Only what a registry has can be had again, so nothing else goes. What sandboxes use, and bases of others, stay.
+    Only images of a registry are removed, because they can be pulled again. Images in use and bases of others stay.
 
     Returns:
-        The names of those removed, in order.
+        The names of the removed images, in order.
 
     Raises:
-        StoreFull: nothing more may go. What went, is gone.
+        StoreFull: nothing more can be removed. Images that were already removed stay removed.
     """
     gone: list[str] = []
     while True:
@@ -207,7 +203,7 @@ def evict(is_enough: Callable[[int], bool]) -> list[str]:
 
 
 def measure_store() -> DiskUse:
-    """Return the disk space of the store. Layers by their records; unpacked roots are walked through. Blocks."""
+    """Return the disk usage of the store. Layer sizes come from their records; unpacked roots are walked."""
     with store_lock():
         store = _Store()
     sharers: dict[str, int] = {}

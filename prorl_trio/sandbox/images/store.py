@@ -1,7 +1,7 @@
-"""The store of images: one folder for each in the cache folder, whole or absent at any moment.
+"""The store of images: one folder for each in the cache folder, complete or absent at any moment.
 
-A folder holds `image.json` and what the image consists of: `image.sif`, an unpacked `root`, or nothing more, where the
-record names layers (`images.layers`) that the image shares with others.
+A folder contains `image.json` and the content of the image: `image.sif`, an unpacked `root`, or neither, if the record
+names layers (`images.layers`) that the image shares with others.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a stored image.
 
     Attributes:
-        name: what it is called in a `SandboxSpec`, or for an unpacked file `name_of_file`.
-        digest: `sha256:` and a hexadecimal checksum: of the .sif file, also when only its unpacked root is kept; of an
-            image of layers, of its base's name and theirs.
-        size_bytes: of that file, or on disk of its layers, those included that it shares.
+        name: its name in a `SandboxSpec`, or `name_of_file` for an unpacked file.
+        digest: `sha256:` and a hexadecimal checksum. It covers the .sif file, even if only its unpacked root is stored;
+            for an image of layers, the base's name and the layers' digests.
+        size_bytes: size of that file, or of all its layers on disk, including shared ones.
         made_at_s: Unix time.
         base: the image below the layers: `host`, a path, or a name of the store. Empty if the lowest layer is the base.
-        layers: digests, lowest first. Empty for an image that is a file or a folder of its own.
+        layers: digests, lowest first. Empty if the image is its own file or folder.
     """
 
     name: str
@@ -48,20 +48,18 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredImage(NamedTuple):
-    """A whole image in the store. Its record's time of change says when it was last used."""
+    """A complete image in the store. The modification time of its record is its last use."""
 
     record: ImageRecord
     folder: Path
 
     @property
     def sif(self) -> Path | None:
-        """The .sif file, if it is kept."""
         path = self.folder / SIF_NAME
         return path if path.is_file() else None
 
     @property
     def root(self) -> Path | None:
-        """The unpacked root directory, if there is one."""
         path = self.folder / ROOT_NAME
         return path if path.is_dir() else None
 
@@ -71,45 +69,45 @@ class StoredImage(NamedTuple):
         return (self.folder / RECORD_NAME).stat().st_mtime
 
     def touch(self) -> None:
-        """Note that it is being used. Nothing happens in a store this user may not write."""
+        """Note that it is being used. Has no effect in a store that this user may not write."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / RECORD_NAME)
 
 
 def images_dir() -> Path:
-    """The store. Not created here."""
+    """Return the folder of the store, without creating it."""
     return cache_dir() / "images"
 
 
 def image_folder(name: str) -> Path:
-    """Return the folder where the image of this name is, or would be."""
+    """Return the folder of the image with this name, existing or not."""
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:]
     return images_dir() / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def is_reference(image: str) -> bool:
-    """Return whether it names an image of a registry."""
+    """Return whether it is a reference to an image of a registry."""
     return _REFERENCE.fullmatch(image) is not None
 
 
 def name_of_file(path: Path) -> str:
-    """The store's name for this very content of a .sif file: another size or time of change is another name."""
+    """Return the store's name for the current content of a .sif file; it depends on size and modification time."""
     real = path.resolve()
     status = real.stat()
     return f"{real}@{status.st_size}-{status.st_mtime_ns}"
 
 
 def find_image(name: str) -> StoredImage | None:
-    """The stored image of this name. None if there is none, or its record is damaged. Blocks.
+    """Return the stored image with this name; None if it is missing or its record is damaged. Blocks.
 
     Raises:
-        OSError: the record cannot be read now (the machine has no descriptor for it).
+        OSError: the record cannot be read now, for example for lack of a descriptor.
     """
     return _read(image_folder(name))
 
 
 def list_images() -> list[StoredImage]:
-    """All stored images, by name. Blocks."""
+    """Return all stored images, by name. Blocks."""
     found = (_read(record.parent) for record in images_dir().glob(f"[!.]*/{RECORD_NAME}"))
     return sorted((image for image in found if image is not None), key=lambda image: image.record.name)
 

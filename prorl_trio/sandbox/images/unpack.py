@@ -1,11 +1,11 @@
-"""A layer of a registry as a folder to be laid over others: its tar stream, unpacked without trust.
+"""A layer of a registry, unpacked from an untrusted tar stream into a folder that is laid over others.
 
-Nothing is written outside the folder: links on the way to an entry are followed inside it, as the sandbox will. What a
-layer removes of those below becomes a device 0:0, which is how an overlay says so. Owners, devices and set-user-id bits
-are left out: a sandbox has one user.
+Nothing is written outside the folder: links on the path of an entry are resolved inside it, as in the sandbox. An entry
+that removes a path of lower layers becomes a device 0:0, which is an overlay's whiteout. Owners, devices and
+set-user-id bits are dropped, because a sandbox has one user.
 
-Memory and disk are bounded while the stream is read, whatever it claims: see the limits below. Blocks of zeros become
-holes.
+Memory and disk use are bounded during reading, whatever the stream declares: see the limits below. Blocks of zeros
+become holes.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ MAX_HEADER_BYTES: Final = 1024 * 1024
 """Headers of one entry, which are read into memory: its name, PAX records and sparse map. Go's archive/tar, by which
 Docker reads layers, has the same limit (`maxSpecialFileSize`)."""
 MAX_LAYER_BYTES: Final = 128 * 1024**3
-"""The stream, and the sizes of all files together, holes included."""
+"""Limit of the stream, and of the total size of all files, holes included."""
 MAX_ENTRIES: Final = 2_000_000
-"""Files, folders, links and whiteouts, those folders included that only a path names."""
+"""Limit of files, folders, links and whiteouts, including implicit folders."""
 MAX_DEPTH: Final = 256
-"""Folders above an entry."""
+"""Limit of folders above an entry."""
 MAX_NAMES_BYTES: Final = 256 * 1024 * 1024
-"""Paths of the folders of a layer, which are kept in memory."""
+"""Limit of the paths of a layer's folders, which are in memory."""
 MAX_OPAQUE: Final = 10_000
-"""Folders that hide what lies below them, which the layer's record names."""
+"""Limit of opaque folders, which the layer's record names."""
 
 _MAX_GLOBAL: Final = 1000
-"""Global PAX records, which tarfile keeps for all entries that follow."""
+"""Limit of global PAX records, which tarfile stores for all following entries."""
 
 _UNREADABLE: Final = (
     tarfile.TarError,
@@ -60,22 +60,22 @@ _UNREADABLE: Final = (
     LookupError,
     RecursionError,
 )
-"""Raised by tarfile, gzip and `os.utime` for streams that are damaged or hostile."""
+"""Errors of tarfile, gzip and `os.utime` for damaged or hostile streams."""
 
 
 class UnpackError(Exception):
-    """A layer's stream is broken, or asks for what a folder cannot be. Says which entry."""
+    """A layer's stream is broken, or contains an entry that a folder cannot store. The message names the entry."""
 
 
 class Unpacked(NamedTuple):
-    """The outcome: the digest of the stream, and the folders of which nothing below is to be seen."""
+    """The result: the digest of the stream, and the opaque folders."""
 
     digest: str
     opaque: tuple[str, ...]
 
 
 class _Meter:
-    """Counts what a layer takes, and asks `on_progress` after each piece of it."""
+    """Counts the resources of a layer, and calls `on_progress` after each piece."""
 
     def __init__(self, on_progress: Callable[[], None], max_written_bytes: int) -> None:
         self._on_progress = on_progress
@@ -84,10 +84,10 @@ class _Meter:
         self.stream_bytes = self.file_bytes = self.written_bytes = self.entries = self.names_bytes = 0
 
     def count(self, *, stream: int = 0, file: int = 0, written: int = 0, entries: int = 0, names: int = 0) -> None:
-        """Add what is about to be read or made.
+        """Add resources that are about to be read or created.
 
         Raises:
-            UnpackError: it is more than a layer may have. `on_progress` may raise others.
+            UnpackError: a limit for layers is exceeded. `on_progress` may raise other errors.
         """
         self.stream_bytes += stream
         self.file_bytes += file
@@ -118,10 +118,10 @@ def _limit(count: int, limit: int, what: str) -> None:
 
 
 class _LayerStream:
-    """The stream of a layer, as a file that goes forward only. It refuses long headers before tarfile has read them.
+    """The forward-only stream of a layer. It refuses long headers before tarfile has read them.
 
-    tarfile reads names, PAX records and sparse maps through `read`, and passes over the content of files by `seek`. So
-    between `begin_entry` and `end_entry` what is read is headers, whatever sizes they claim.
+    tarfile reads names, PAX records and sparse maps through `read`, and skips the content of files by `seek`. So all
+    data read between `begin_entry` and `end_entry` is headers, whatever sizes they declare.
     """
 
     def __init__(self, source: IO[bytes], meter: _Meter) -> None:
@@ -133,16 +133,14 @@ class _LayerStream:
         self.sha256 = hashlib.sha256()
 
     def begin_entry(self) -> None:
-        """Count what is read from here on as headers."""
         self._header_left = MAX_HEADER_BYTES
 
     def end_entry(self) -> None:
-        """Count what is read from here on as content."""
         self._header_left = None
 
     @property
     def ended_well(self) -> bool:
-        """Return True if the last block that was read ends an archive: zeros, or nothing."""
+        """Return True if the last block ends an archive: zeros, or nothing."""
         return not self._last.strip(b"\0")
 
     def read(self, size: int) -> bytes:
@@ -162,11 +160,9 @@ class _LayerStream:
         return self._last
 
     def tell(self) -> int:
-        """Return how many bytes were read."""
         return self._position
 
     def seek(self, position: int) -> int:
-        """Pass over what comes before `position`."""
         if position < self._position:
             raise tarfile.StreamError("an entry lies before the one it follows")
         while self._position < position and self._read_piece(position - self._position):
@@ -174,7 +170,7 @@ class _LayerStream:
         return self._position
 
     def drain(self) -> None:
-        """Read what comes after the archive's end: the digest is of that, too."""
+        """Read the data after the archive's end, because the digest covers it."""
         while self._read_piece(_PIECE_BYTES):
             pass
 
@@ -196,12 +192,12 @@ def unpack_layer(
 ) -> Unpacked:
     """Unpack the file `blob` into the empty folder `target`. Blocks.
 
-    `on_progress` is called after every 64 MiB that were read or written, holes included, and after every 4,096 entries.
-    It may end the unpacking by an exception. `max_written_bytes` bounds the content of files, holes not counted.
+    `on_progress` is called after every 64 MiB read or written, holes included, and after every 4,096 entries. It may
+    stop the unpacking by an exception. `max_written_bytes` bounds the content of files, without holes.
 
     Raises:
-        UnpackError: see there. The layer exceeds a limit, or its stream is damaged.
-        OSError: as the disk says.
+        UnpackError: the layer exceeds a limit, or its stream is damaged.
+        OSError: the disk failed or is full.
     """
     if media_type.endswith("zstd"):
         raise UnpackError(f"layers of the type {media_type} cannot be read: pull the image with --sif")
@@ -237,7 +233,7 @@ def _unpack_entries(stream: _LayerStream, tree: _Tree) -> None:
 
 
 class _Tree:
-    """The folder that grows."""
+    """The growing folder."""
 
     def __init__(self, root: Path, meter: _Meter) -> None:
         self._root = os.fspath(root)
@@ -246,7 +242,6 @@ class _Tree:
         self.opaque: set[str] = set()
 
     def add(self, entry: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
-        """Carry out one entry of the stream."""
         self._meter.count(entries=1)
         parts = _parts(entry.name)
         if not parts:
@@ -263,7 +258,7 @@ class _Tree:
             self._place(entry, tar, os.path.join(folder, name))
 
     def finish(self) -> None:
-        """Give folders their modes and times: until now they had to be written to."""
+        """Set modes and times of folders, which had to be writable until now."""
         for path, (mode, mtime) in sorted(self._folder_modes.items(), reverse=True):
             full = self._full(path)
             if os.path.isdir(full) and not os.path.islink(full):
@@ -274,7 +269,7 @@ class _Tree:
         return os.path.join(self._root, path)
 
     def _folder(self, parts: Iterable[str]) -> str:
-        """The real folder of these names below the root, made if missing. Links are followed inside it."""
+        """Return the real folder of these names below the root, made if missing. Links are resolved inside it."""
         waiting = list(parts)[::-1]
         done: list[str] = []
         links = steps = 0
@@ -342,12 +337,12 @@ class _Tree:
                 raise _no_target(entry)
             if not os.path.samestat(os.lstat(source_path), os.lstat(full)) if os.path.lexists(full) else True:
                 self._clear(path)
-                if not os.path.lexists(source_path):  # it was below
+                if not os.path.lexists(source_path):  # it is in a lower layer
                     raise _no_target(entry)
                 os.link(source_path, full, follow_symlinks=False)
 
     def _make_folder(self, path: str) -> None:
-        """Make a folder; where the layer had a whiteout or a file, nothing of the layers below is seen in it."""
+        """Make a folder; if it replaces a whiteout or a file of the layer, it hides the lower layers."""
         self._meter.count(entries=1)
         if self._clear(path):
             self._hide_below(path)
@@ -358,7 +353,7 @@ class _Tree:
         _limit(len(self.opaque), MAX_OPAQUE, "folders that hide what lies below them")
 
     def _clear(self, path: str) -> bool:
-        """Make room for another entry, the later one of a layer; return whether something was there."""
+        """Make room for a later entry of the layer; return whether there was an earlier one."""
         full = self._full(path)
         if not os.path.lexists(full):
             return False
@@ -374,7 +369,7 @@ class _Tree:
 
 
 def _is_file(path: str) -> bool:
-    """Return whether a file or link is there: neither a folder, nor a whiteout."""
+    """Return whether a file or link exists, that is neither a folder nor a whiteout."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -396,10 +391,10 @@ def _parts(name: str) -> list[str]:
 
 
 def whiteout(path: str) -> None:
-    """Make the device by which an overlay knows that nothing is to be seen here.
+    """Make the whiteout device of an overlay.
 
     Raises:
-        UnpackError: this kernel (before 5.8) or file system lets this user make none.
+        UnpackError: this kernel (before 5.8) or file system does not allow this user to make it.
     """
     try:
         os.mknod(path, stat.S_IFCHR, 0)

@@ -1,8 +1,8 @@
-"""The images and layers that sandboxes of living processes use: nobody may take these away.
+"""The images and layers that sandboxes of live processes use, which must not be removed.
 
-A process that uses any has one file, locked for as long as it lives, that names them. The kernel releases the lock of a
-process that is killed, so what it used is free again without anybody's doing. The lock of the store makes "is it there,
-and mine" and "does nobody use it, and away with it" one step each.
+Each process that uses any has one file, locked during its lifetime, that names them. The kernel releases the lock of a
+killed process, so its images become free without any action. The lock of the store makes "check and hold" and "check
+for users and remove" atomic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _held: dict[Path, _Held] = {}
 
 
 class _Held:
-    """The file of this process in one store, and how often each name is held."""
+    """The file of this process in one store, and the number of holders for each name."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ class _Held:
 
 
 def image_use(folder: Path) -> str:
-    """Return the name by which an image, kept in `folder`, is held."""
+    """Return the name under which an image in `folder` is held."""
     return f"image:{folder.name}"
 
 
 def layer_use(digest: str) -> str:
-    """Return the name by which a layer is held."""
+    """Return the name under which a layer is held."""
     return f"layer:{digest}"
 
 
@@ -67,7 +67,7 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock that is the file `path`, made if missing; wait while another process or thread has it. Blocks."""
+    """Hold the lock of the file `path`, made if missing; wait while another process or thread has it. Blocks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -79,16 +79,16 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def store_lock() -> Iterator[None]:
-    """Hold the lock of the whole store. For milliseconds: every start of a sandbox waits for it. Blocks."""
+    """Hold the lock of the whole store. Only for milliseconds, because every start of a sandbox needs it. Blocks."""
     with exclusive(cache_dir() / "images" / ".locks" / "store"):
         yield
 
 
 @contextlib.contextmanager
 def hold(names: Iterable[str]) -> Iterator[None]:
-    """Keep others from removing what is named, by `image_use` and `layer_use`, whether it is there or not. Blocks.
+    """Prevent removal of the named parts (`image_use` and `layer_use`), existing or not. Blocks.
 
-    In a store that this user may not write, nobody of this user's removes anything, and nothing is noted.
+    In a store that this user may not write, this user cannot remove anything, and nothing is noted.
     """
     wanted = tuple(names)
     if not wanted or not _count(wanted, 1):
@@ -122,7 +122,7 @@ def _count(names: tuple[str, ...], change: int) -> bool:
 
 
 def in_use() -> frozenset[str]:
-    """All that is held by living processes, this one included. Under `store_lock`. Blocks."""
+    """Return all names held by live processes, including this one. Under `store_lock`. Blocks."""
     names: set[str] = set()
     for path in _folder().glob(f"*{_SUFFIX}"):
         try:
@@ -142,7 +142,7 @@ def in_use() -> frozenset[str]:
 
 
 def _let_go() -> None:
-    """In a forked child: a copy of the lock would keep what a dead node used for as long as the child lives."""
+    """Drop the lock in a forked child: a copy would hold a dead node's images during the child's lifetime."""
     for held in _held.values():
         os.close(held.descriptor)
     _held.clear()

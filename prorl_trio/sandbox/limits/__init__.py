@@ -1,1 +1,1 @@
-"""Limits of what runs in a sandbox, kept by the kernel."""
+"""Limits on the contents of a sandbox, enforced by the kernel."""

@@ -1,7 +1,7 @@
-"""Limits that the kernel keeps for a sandbox as a whole: a cgroup (version 2) for each, where the node may make them.
+"""Limits that the kernel enforces for a whole sandbox: a cgroup (version 2) for each, if the node may make cgroups.
 
-They stand behind the daemon's watchdog, which is exact about what it can measure: they are a little wider, and count
-what it cannot see: memory that no process maps, and the files of the sandbox's own memory file systems.
+They complement the daemon's watchdog, which is exact about everything that it can measure. They are a little wider, and
+also count memory that no process maps, and the files of the sandbox's own memory file systems.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 CONTROLLERS: Final = frozenset({"memory", "pids"})
 OWN_MEMORY_BYTES: Final = 256 * 1024 * 1024
-"""For the daemon, the launcher and the shells before anything is run in them."""
+"""Allowance for the daemon, the launcher and the idle shells."""
 OWN_TASKS: Final = 64
 FILE_SYSTEMS: Final = 4
-"""The file systems of a sandbox's own, in memory, each of `disk_bytes` at most."""
+"""Number of the sandbox's own memory file systems, each of at most `disk_bytes`."""
 CLOSE_TIMEOUT_S: Final = 5.0
 
 _ENTER: Final = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
 
 
 class CgroupSite(NamedTuple):
-    """The place where sandboxes' cgroups are made. `path` is None where they cannot be, and `problem` says why."""
+    """The place for sandboxes' cgroups. If cgroups cannot be made, `path` is None and `problem` has the reason."""
 
     path: Path | None
     problem: str = ""
 
 
 def find_site(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> CgroupSite:
-    """The cgroup of this process, or the one above it: where children may have limits. Blocks; changes nothing.
+    """Return the cgroup of this process, or its parent, if children may have limits there. Blocks; changes nothing.
 
     The controllers must be enabled for its children, and this user must be allowed to move processes within it.
     """
@@ -71,12 +71,12 @@ def find_site(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self
 
 @functools.cache
 def own_site() -> CgroupSite:
-    """`find_site` of this process, looked for once."""
+    """Return the cached result of `find_site` for this process."""
     return find_site()
 
 
 class Cgroup:
-    """The cgroup of one sandbox. Made by `open_cgroup`."""
+    """The cgroup of one sandbox. `open_cgroup` creates it."""
 
     def __init__(self, path: Path, limits: SandboxLimits) -> None:
         self.path = path
@@ -84,17 +84,17 @@ class Cgroup:
         self._seen: dict[Breach, int] = {"memory": 0, "processes": 0}
 
     def enter_argv(self, argv: tuple[str, ...]) -> tuple[str, ...]:
-        """A command that runs `argv`, in the same process, inside."""
+        """Return a command that runs `argv`, in the same process, inside the cgroup."""
         return ("/bin/sh", "-c", _ENTER, "sh", str(self.path), *argv)
 
     def add(self, pid: int) -> None:
-        """Move a process in, with what it starts from then on. Blocks, for microseconds."""
+        """Move a process into the cgroup; its later children follow. Blocks for microseconds."""
         (self.path / "cgroup.procs").write_text(str(pid), encoding="ascii")
 
     def next_breach(self) -> tuple[Breach, str]:
-        """Return the limit that was run into since the last call, and a sentence about it; both empty if none.
+        """Return the limit that was hit since the last call, and a sentence about it; both empty if none.
 
-        Blocks, for microseconds.
+        Blocks for microseconds.
         """
         now: dict[Breach, int] = {
             "memory": _killed_by_limit(self.path / "memory.events"),
@@ -114,8 +114,8 @@ class Cgroup:
 async def open_cgroup(site: Path, folder: Path, limits: SandboxLimits) -> AsyncIterator[Cgroup]:
     """Make a cgroup below `site` with the limits of a sandbox; recorded in `folder`, for the reaper, before it exists.
 
-    On leaving, whatever is still in it is killed, and it is removed; shielded, within `CLOSE_TIMEOUT_S`. If it is not
-    gone then, it stays recorded.
+    On exit, its remaining processes are killed and it is removed; shielded, within `CLOSE_TIMEOUT_S`. If the removal
+    takes longer, it stays recorded.
 
     Raises:
         SandboxUnavailable: it cannot be made.
@@ -139,7 +139,7 @@ def _make(path: Path, folder: Path, limits: SandboxLimits) -> None:
     write_cgroup_record(folder, path)
     path.mkdir()
     (path / "memory.max").write_text(str(_memory_max(limits)), encoding="ascii")
-    if (path / "memory.swap.max").exists():  # the kernel counts swap only if told so when it starts
+    if (path / "memory.swap.max").exists():  # missing if the kernel was started without swap accounting
         (path / "memory.swap.max").write_text("0", encoding="ascii")
     (path / "pids.max").write_text(str(limits.max_processes + OWN_TASKS), encoding="ascii")
 
@@ -149,16 +149,16 @@ def _memory_max(limits: SandboxLimits) -> int:
 
 
 def _killed_by_limit(events: Path) -> int:
-    """Return the number of processes that the kernel killed because the group met its own limit.
+    """Return the number of processes that the kernel killed because the group reached its own limit.
 
-    The kernel counts those as well that it killed because the machine was out of memory, which is nobody's doing in
-    there.
+    This includes processes that the kernel killed because the machine was out of memory, which is not the group's
+    fault.
     """
     return _count(events, "oom_kill") if _count(events, "oom") else 0
 
 
 def _count(events: Path, name: str) -> int:
-    """A counter of a file of events; 0 where there is none."""
+    """Return a counter of a file of events; 0 if it is missing."""
     try:
         fields = dict(line.split() for line in events.read_text(encoding="ascii").splitlines())
     except OSError:

@@ -1,8 +1,8 @@
-"""Limits of a sandbox's namespaces: of its processes, which no overload can outrun, and of what all would share.
+"""Limits of a sandbox's namespaces: on its processes, even under overload, and on resources shared by the machine.
 
-The watchdog inside looks five times a second, if the machine lets it; a fork bomb on a busy machine makes thousands of
-processes meanwhile. With `kernel.pid_max` of its PID namespace the kernel refuses them, since Linux 6.14; where it does
-not, doctor says so. Of terminals the machine has a number for all sandboxes together, of inotify instances the user.
+The watchdog inside checks five times a second, if the machine allows it. A fork bomb on a busy machine makes thousands
+of processes in between. Since Linux 6.14 the kernel refuses them by `kernel.pid_max` of the PID namespace; on older
+kernels, doctor reports that. All sandboxes share the machine's terminals and the user's inotify instances.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.reaper import ProcessId
 
 FIRST_REUSED_PID: Final = 300
-"""The kernel uses pids from here on again. The lower ones go to the first processes of a namespace, once."""
+"""The lowest pid that the kernel reuses. Lower ones go once to the first processes of a namespace."""
 OWN_TASKS: Final = 64
-"""For the daemon and the launcher; the watchdog sees, and reports, that there are too many before there are so many."""
+"""Allowance for the daemon and the launcher; the watchdog reports too many processes before this limit is reached."""
 MAX_PTYS: Final = 64
-"""In one sandbox, its shell's among them. The machine has some 3,000 for all (`kernel.pty.max`, less the reserve)."""
+"""Limit for one sandbox, including its shell's. The machine has some 3,000 (`kernel.pty.max`, less the reserve)."""
 MAX_INOTIFY_INSTANCES: Final = 16
 MAX_INOTIFY_WATCHES: Final = 32_768
-"""In one sandbox. The user has `fs.inotify.max_user_instances`, often 128, in all of them and outside."""
+"""Limit for one sandbox. The user has `fs.inotify.max_user_instances`, often 128, for all sandboxes and the host."""
 SHARED_LIMITS: Final = (0, MAX_INOTIFY_INSTANCES, MAX_INOTIFY_WATCHES, MAX_PTYS)
-"""The arguments of `pid_setter.bound_shared`, and the fields of `NamespaceLimits` after the first. No further user
-namespaces, as bubblewrap has it by itself."""
+"""The arguments of `pid_setter.bound_shared`, and the fields of `NamespaceLimits` after the first. Further user
+namespaces are forbidden, as in bubblewrap."""
 PID_MAX_LIMIT: Final = 4 * 1024 * 1024
 ANSWER_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S: Final = 1.0
@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class PidLimiter:
-    """Limits PID namespaces, by a small process, one a node. Its methods block.
+    """Limits PID namespaces with a small process, one for each node. Its methods block.
 
-    May be used by several threads; one namespace is limited at a time, in about 2 ms.
+    Thread-safe; it limits one namespace at a time, in about 2 ms.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class PidLimiter:
         return f"<PidLimiter: problem {self._problem!r}>"
 
     def start(self) -> None:
-        """Start the process, if it is not running. It looks by itself whether the kernel offers this."""
+        """Start the process if it is not running. The process itself checks whether the kernel supports this."""
         with self._lock:
             if self._process is not None:
                 return
@@ -84,7 +84,7 @@ class PidLimiter:
             self._channel = ours
 
     def problem(self) -> str:
-        """Why there is no such limit on this machine; empty if there is."""
+        """Return why this limit is not available on this machine; empty if it is."""
         self.start()
         with self._lock:
             if self._problem is None:
@@ -97,13 +97,13 @@ class PidLimiter:
             return self._problem
 
     def limit(self, members: Iterable[ProcessId], max_processes: int) -> None:
-        """Let the sandbox of these processes have about `max_processes`, if it has a PID namespace of its own.
+        """Limit the sandbox of these processes to about `max_processes`, if it has its own PID namespace.
 
-        Its limit is some 64 to 364 above that: pids below 300 are given to the first processes only. Nothing happens
-        where the kernel does not offer it.
+        The actual limit is some 64 to 364 higher, because pids below 300 are only used once. Has no effect if the
+        kernel does not support it.
 
         Raises:
-            SandboxUnavailable: the kernel offers it, but it could not be set.
+            SandboxUnavailable: the kernel supports it, but the limit could not be set.
         """
         if self.problem():
             return
@@ -111,7 +111,7 @@ class PidLimiter:
             raise SandboxUnavailable(f"its number of processes cannot be limited: {problem}")
 
     def bound_shared(self, members: Iterable[ProcessId]) -> None:
-        """Let the sandbox of these processes have `SHARED_LIMITS`. Where that cannot be set, the log says so, once."""
+        """Apply `SHARED_LIMITS` to the sandbox of these processes. If that fails, it is logged once."""
         self.problem()
         problem = self._set(members, b" ".join(b"%d" % limit for limit in SHARED_LIMITS), ("pid", "mnt"))
         if problem and not self._said:
@@ -119,10 +119,10 @@ class PidLimiter:
             logger.warning("sandboxes share terminals and inotify instances without a limit for each: %s", problem)
 
     def _set(self, members: Iterable[ProcessId], request: bytes, kinds: tuple[str, ...]) -> str:
-        """The problem, or nothing: also where there is no namespace to be limited.
+        """Return the problem, or an empty string, also if no namespace can be limited.
 
         Raises:
-            SandboxUnavailable: the machine does not let anybody set it now.
+            SandboxUnavailable: the machine refuses to set it now.
         """
         namespaces = _own_namespaces(members, kinds)
         if not namespaces:
@@ -131,7 +131,7 @@ class PidLimiter:
             with self._lock:
                 try:
                     return self._ask(request, namespaces)
-                except OSError:  # somebody ended it; it takes no state with it
+                except OSError:  # the process was ended; it is stateless
                     self.close()
                     self.problem()
                     return self._ask(request, namespaces)
@@ -155,7 +155,7 @@ class PidLimiter:
         return "" if answer == pid_setter.NOTHING else answer.decode(errors="replace")
 
     def close(self) -> None:
-        """End the process. It takes no state with it: what was limited stays so."""
+        """End the process. The limits that it has set remain."""
         with self._lock:
             self._problem = None
             if self._channel is not None:
@@ -171,9 +171,9 @@ class PidLimiter:
 
 
 def namespace_limits(max_processes: int | None) -> NamespaceLimits:
-    """Return what `PidLimiter.limit` and `bound_shared` set, for a sandbox that sets it itself, before it is one.
+    """Return the limits of `PidLimiter.limit` and `bound_shared`, for a sandbox that sets them itself before it starts.
 
-    `max_processes`: None where the kernel does not offer that limit, or a cgroup has it.
+    `max_processes`: None if the kernel does not support that limit, or a cgroup enforces it.
     """
     return NamespaceLimits(0 if max_processes is None else _pid_max(max_processes), *SHARED_LIMITS)
 
@@ -193,7 +193,7 @@ def _closing_on_error(opened: list[int]) -> Iterator[None]:
 
 
 def pid_limit_problem() -> str:
-    """Why the kernel cannot limit the processes of a sandbox here; empty if it can. Tries it; blocks, about 50 ms."""
+    """Return why the kernel cannot limit a sandbox's processes here; empty if it can. Blocks for about 50 ms."""
     limiter = PidLimiter()
     try:
         return limiter.problem()
@@ -202,19 +202,19 @@ def pid_limit_problem() -> str:
 
 
 def _own_namespaces(members: Iterable[ProcessId], kinds: tuple[str, ...]) -> list[int]:
-    """Descriptors of the namespaces of the oldest of them with a PID namespace not ours; none if all are in ours."""
+    """Return descriptors of the namespaces of the oldest process with another PID namespace than ours, if any."""
     ours = os.stat("/proc/self/ns/pid").st_ino
     for process in sorted(members, key=lambda member: (member.start_time, member.pid)):
         opened: list[int] = []
         with _closing_on_error(opened), suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            # It has ended, or may not be looked at.
+            # The process has ended, or is not accessible.
             if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == ours:
                 continue
-            # The process may end between two of them. Those that are open by then are closed below. PERF401 does not
-            # hold here: from a comprehension that raises, their numbers would be lost.
+            # The process may end between two of them; the descriptors opened by then are closed below. PERF401 does not
+            # apply: if a comprehension raised, their numbers would be lost.
             for kind in kinds:
                 opened.append(os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY))  # noqa: PERF401
-            # Only now is it certain whose they are: a pid may have been used again.
+            # Only now is their owner certain, because a pid may have been reused.
             if identify(process.pid) == process:
                 return opened
         for namespace in opened:

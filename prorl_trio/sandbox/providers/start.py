@@ -1,4 +1,4 @@
-"""Starting a sandbox, for all providers: a folder, a process tree with a daemon in it, a channel to the daemon."""
+"""The start of a sandbox, for all providers: a folder, a process tree with a daemon inside, a channel to the daemon."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ TOKEN_BYTES: Final = 16
 class Launch(NamedTuple):
     """The start of a sandbox: the command, its environment, and the environment of its tools.
 
-    `inherit_env`: the tools also get what the image sets in the daemon's environment.
-    `isolated`: the daemon sees, and may signal, nothing but the sandbox.
-    `fakeroot`: the daemon is started as root of the sandbox, with all that such a root may do.
-    `fork_server`: forks the same sandbox sooner than the command makes it, which is for when it cannot.
+    `inherit_env`: the tools also get the variables that the image sets in the daemon's environment. `isolated`: the
+    daemon sees, and may signal, only the sandbox. `fakeroot`: the daemon is started as root of the sandbox, with all
+    its capabilities. `fork_server`: forks the same sandbox faster; the command is used if it cannot.
     """
 
     argv: tuple[str, ...]
@@ -60,7 +59,7 @@ class Launch(NamedTuple):
 async def open_daemon_sandbox(
     spec: SandboxSpec, runtime_dir: Path | None, plan: Callable[[RunDir, SandboxDir], Launch]
 ) -> AsyncIterator[DaemonSandbox]:
-    """Start what `plan` says and yield the sandbox when its daemon has answered the handshake.
+    """Start the planned process and yield the sandbox when its daemon has answered the handshake.
 
     Ends in the opposite order: channel, process tree, folder. See `SandboxProvider.open_sandbox`.
     """
@@ -72,7 +71,7 @@ async def open_daemon_sandbox(
         if (site := (await run_blocking(own_site)).path) is not None:
             cgroup = await stack.enter_async_context(open_cgroup(site, folder.path, spec.limits))
         token = secrets.token_hex(TOKEN_BYTES)
-        # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
+        # Made here and inherited: a folder for a socket would have to be writable inside, which nothing of the host is.
         listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ports = stack.enter_context(ours)
@@ -110,7 +109,7 @@ async def open_daemon_sandbox(
                 )
             )
             theirs.close()
-            listener.close()  # only the daemon has it now: when that ends, no connection waits for it
+            listener.close()  # now only the daemon has it: when that ends, no connection waits for it
             if launch.isolated and not tree.is_init:  # a fork has set them itself
                 await run_blocking(_limit, run_dir.pid_limiter, tree, None if cgroup else spec.limits.max_processes)
             rpc = await _connect(stack, tree, folder, token, deadline, spec)
@@ -128,7 +127,6 @@ async def open_daemon_sandbox(
 async def _connect(
     stack: AsyncExitStack, tree: ProcessTree, folder: SandboxDir, token: str, deadline: float, spec: SandboxSpec
 ) -> RpcClient:
-    """Connect to the daemon of a tree, until `stack` is closed."""
     try:
         left_s = max(0.0, deadline - trio.current_time())
         stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
@@ -162,7 +160,7 @@ async def _fork_leader(
 
 
 def _limit(limiter: PidLimiter, tree: ProcessTree, max_processes: int | None) -> None:
-    """From outside. In a cgroup, the kernel counts the processes there."""
+    """Set the limits from outside. In a cgroup, the kernel counts the processes there."""
     if max_processes is not None:
         limiter.limit(tree.members, max_processes)
     limiter.bound_shared(tree.members)

@@ -1,4 +1,4 @@
-"""Why a rootless sandbox may be forbidden here, and what to do about it."""
+"""Reasons why rootless sandboxes may be forbidden here, and remedies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORBIDDING: Final = {
         "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or load an AppArmor profile with `userns,` for it",
     ),
 }
-"""Kernel settings below /proc/sys that forbid user namespaces: the forbidding value, and the way out (as root)."""
+"""Kernel settings below /proc/sys that forbid user namespaces: the forbidding value, and the remedy (as root)."""
 
 _ELSEWHERE: Final = (
     "if this is a container, its runtime forbids it: start it with user namespaces allowed "
@@ -23,9 +23,9 @@ _ELSEWHERE: Final = (
 
 
 def user_namespace_remedy(sysctls: Path = Path("/proc/sys")) -> str:
-    """Return what an administrator can do so that user namespaces work here.
+    """Return the remedy for an administrator so that user namespaces work here.
 
-    That is to change the settings that forbid them; a hint where none does.
+    It changes the settings that forbid them; without such settings, it is a hint.
     """
     remedies = [remedy for name, (value, remedy) in _FORBIDDING.items() if _read(sysctls / name) == value]
     return "as root: " + "; ".join(remedies) if remedies else _ELSEWHERE

@@ -1,8 +1,8 @@
 """The self-contained runtime: a CPython with its own loader, libraries and the daemon's packages, in one folder.
 
-Bound read-only at `BUNDLE_DIR` it runs in any Linux root of this machine's architecture: one with another glibc, with
-musl, without a Python, without any library at all. What it starts uses the root's own libraries, for nothing in the
-environment leads to ours. `prorl_launch.bundle` makes it, once, in the cache folder; here it is found.
+Bound read-only at `BUNDLE_DIR` it runs in any Linux root of this machine's architecture: with another glibc, with musl,
+without a Python, without any library. Its child processes use the root's own libraries, because the environment does
+not refer to ours. `prorl_launch.bundle` makes it, once, in the cache folder; this module finds it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 BUNDLE_DIR: Final = "/opt/prorl/runtime"
-"""Its folder inside. Its interpreter names its loader by this path."""
+"""Its folder inside the sandbox. Its interpreter refers to its loader by this path."""
 
 BUNDLE_PYTHON: Final = f"{BUNDLE_DIR}/bin/python3"
 BUNDLE_PACKAGES: Final = f"{BUNDLE_DIR}/packages"
 
 _RECIPE: Final = 2
-"""Raise it when `prorl_launch.bundle` makes something else of the same parts."""
+"""Increase it when `prorl_launch.bundle` builds something else from the same parts."""
 
 _REQUIRED: Final = ("trio", "msgspec", "ptyprocess", "ipython")
 _OPTIONAL: Final = ("jupyter-client",)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _LEFT_OUT: Final = frozenset({"tests", "_tests"})
-"""Folders of packages that nobody imports."""
+"""Folders of packages that are never imported."""
 
 
 def closure(required: Iterable[str], optional: Iterable[str] = ()) -> tuple[importlib.metadata.Distribution, ...]:
-    """These, and what they need, by name. An optional one that is not installed is left out.
+    """Return these distributions and their dependencies, by name. Missing optional ones are omitted.
 
-    A requirement that is not installed is one for another system or another Python. Extras are not followed.
+    A missing requirement is one for another system or another Python. Extras are not followed.
 
     Raises:
         importlib.metadata.PackageNotFoundError: one of `required` is not installed.
@@ -68,10 +68,10 @@ def closure(required: Iterable[str], optional: Iterable[str] = ()) -> tuple[impo
 
 
 def installed_files(distribution: importlib.metadata.Distribution) -> Iterator[importlib.metadata.PackagePath]:
-    """Its files as its installer listed them, relative to the folder of packages, without its own tests.
+    """Yield its files as listed by its installer, relative to the folder of packages, without its own tests.
 
     Raises:
-        LookupError: there is no such list.
+        LookupError: the list is missing.
     """
     if not distribution.files:
         raise LookupError(f"{distribution.name} was not installed by pip: there is no list of its files")
@@ -86,18 +86,18 @@ def _normal(name: str) -> str:
 
 @functools.cache
 def bundled_distributions() -> tuple[importlib.metadata.Distribution, ...]:
-    """Return what the daemon and IPython need, and what that needs, as installed beside this project; by name.
+    """Return the distributions of the daemon and IPython with their dependencies, as installed here; by name.
 
-    Jupyter's client too, where it is.
+    Jupyter's client is included if it is installed.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: one of the daemon's own is not installed.
+        importlib.metadata.PackageNotFoundError: a dependency of the daemon is not installed.
     """
     return closure(_REQUIRED, _OPTIONAL)
 
 
 def bundle_path() -> Path:
-    """The folder, made or not: another set of versions, or another Python, is another folder."""
+    """Return the folder, existing or not; its name depends on the versions and the Python."""
     return cache_dir() / "runtimes" / _key()
 
 
@@ -109,10 +109,10 @@ def _key() -> str:
 
 
 def require_bundle() -> Path:
-    """The folder of the runtime, which exists.
+    """Return the existing folder of the runtime.
 
     Raises:
-        SandboxUnavailable: it has not been made, or not of what is installed now.
+        SandboxUnavailable: it was not made for the currently installed versions.
     """
     path = bundle_path()
     if not path.is_dir():

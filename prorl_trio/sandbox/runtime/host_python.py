@@ -1,10 +1,10 @@
-"""The Python of the image `host`: of all that is installed beside the node, what is promised to tools, and no more.
+"""The Python of the image `host`: only the installed packages that are promised to tools.
 
-The node's own environment holds what no agent may see: the tasks and their answers, the node's code. So sandboxes get
-a virtual environment of their own, seen at `HOST_PYTHON_DIR` wherever the node's is: the packages that are named here
-or by `sandbox.packages`, with what they need. It is one folder of the cache, made on first use of hard links (of
-copies, on another file system), whole or absent at any moment. Its interpreter is the host's where that is below /usr,
-which a sandbox sees anyway; another one is in it too, with its standard library.
+The node's own environment contains the tasks with their answers and the node's code, which agents must not see.
+Sandboxes therefore get a separate virtual environment, at `HOST_PYTHON_DIR`: the packages named here or by
+`sandbox.packages`, with their dependencies. It is one folder of the cache, made on first use of hard links (of copies,
+on another file system), complete or absent at any moment. An interpreter below /usr is the host's, which sandboxes see
+anyway. Any other interpreter is copied into the environment, with its standard library.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 HOST_PYTHON_DIR: Final = "/opt/prorl/python"
-"""Its folder inside."""
+"""Its folder inside the sandbox."""
 
 PROMISED: Final = ("ipython", "numpy", "sympy")
 PROMISED_IF_INSTALLED: Final = ("ipykernel", "jupyter-client", "matplotlib", "pip", "scipy")
-"""Packages that tools find in the image `host` if they are installed, with what each needs, besides those of the
-daemon."""
+"""Packages that tools find in the image `host` if they are installed, with their dependencies, in addition to the
+daemon's."""
 
 _DAEMON: Final = ("msgspec", "ptyprocess", "trio")
 _RECIPE: Final = 1
-"""Raise it when something else is made of the same parts."""
+"""Increase it when the code builds something else from the same parts."""
 _STAGING: Final = ".new-"
 _BASE: Final = "base"
 _NOT_OF_STDLIB: Final = frozenset({"dist-packages", "site-packages", "sitecustomize.py", "test", "usercustomize.py"})
 _DATA: Final = frozenset({"etc", "share"})
-"""Folders of an environment where packages put what is not code: a kernel's description, a manual."""
+"""Folders of an environment for data of packages, such as kernel descriptions and manuals."""
 _COMPILE_TIMEOUT_S: Final = 600.0
 _SCRIPT: Final = "#!{python}\nimport sys\n\nfrom {module} import {name}\n\nsys.exit({call}())\n"
 
 
 @functools.cache
 def require_host_python(packages: tuple[str, ...] = ()) -> Path:
-    """The folder, made now if it has not been. Blocks: seconds, once for each set of versions.
+    """Return the folder, and make it if necessary. Blocks for seconds, once for each set of versions.
 
     Args:
-        packages: names of distributions besides those that are promised.
+        packages: names of additional distributions.
 
     Raises:
-        SandboxUnavailable: it cannot be made; with what to do.
+        SandboxUnavailable: it cannot be made; the message has a remedy.
     """
     distributions = _chosen(packages)
     target = _path(distributions)
@@ -75,7 +75,7 @@ def require_host_python(packages: tuple[str, ...] = ()) -> Path:
 
 
 def has_host_python() -> bool:
-    """Return whether the environment without further packages has been made."""
+    """Return whether the environment without additional packages has been made."""
     return _path(_chosen(())).is_dir()
 
 
@@ -93,13 +93,13 @@ def _path(distributions: Iterable[importlib.metadata.Distribution]) -> Path:
 
 
 def interpreter_libraries() -> tuple[Path, ...]:
-    """Shared libraries beside an interpreter that is not below /usr. It may look for them by their paths out here."""
+    """Return shared libraries of an interpreter outside /usr, which may look for them by their host paths."""
     base = _base()
     return () if base is None else tuple(sorted(path for path in (base / "lib").glob("*.so*") if path.is_file()))
 
 
 def package_folders() -> frozenset[str]:
-    """Return the folders of the node's own packages, whether it looks there or Python would."""
+    """Return the folders of the node's own packages, including Python's default ones."""
     known = (sysconfig.get_path(name) for name in ("purelib", "platlib"))
     named = ("site-packages", "dist-packages")
     seen = (path for path in (*sys.path, *known) if os.path.basename(path.rstrip("/")) in named)
@@ -107,7 +107,7 @@ def package_folders() -> frozenset[str]:
 
 
 def _base() -> Path | None:
-    """The installation that this environment's interpreter is of; None if it is below /usr."""
+    """Return the installation of this environment's interpreter; None if it is below /usr."""
     base = Path(sys.base_prefix).resolve()
     return None if base.is_relative_to("/usr") else base
 
@@ -128,7 +128,7 @@ def _make(target: Path, distributions: Iterable[importlib.metadata.Distribution]
     with _exclusive(target.parent):
         if target.is_dir():
             return
-        for left in target.parent.glob(f"{_STAGING}*"):  # of one that was killed
+        for left in target.parent.glob(f"{_STAGING}*"):  # leftovers of killed processes
             shutil.rmtree(left, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=target.parent))
         try:
@@ -197,7 +197,7 @@ def _copy_distribution(distribution: importlib.metadata.Distribution, packages: 
 
 
 def _place(source: Path, target: Path) -> None:
-    """Link it, or copy it to another file system, or where this user may not link it. A listed file may be missing."""
+    """Link a file, or copy it if linking is not possible. A listed file may be missing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     real = os.path.realpath(source)
     try:
@@ -209,12 +209,12 @@ def _place(source: Path, target: Path) -> None:
 
 
 def _compile(root: Path) -> None:
-    """Bytecode for what has none: nobody can write it on a read-only mount."""
+    """Compile missing bytecode, which cannot be written on a read-only mount."""
     tag = sys.implementation.cache_tag
     sources = (path for path in root.rglob("*.py") if not (path.parent / f"__pycache__/{path.stem}.{tag}.pyc").exists())
     if listed := "".join(f"{path}\n" for path in sources):
         command = [sys.executable, "-I", "-m", "compileall", "-q", "-j", "0", "-s", str(root), "-p", HOST_PYTHON_DIR]
-        # Its exit code says whether all were valid Python, which templates are not.
+        # Its exit code reports whether all were valid Python, which templates are not.
         subprocess.run(
             [*command, "-i", "-"],
             input=listed.encode(),

@@ -1,8 +1,8 @@
-"""The parts that make the daemon run inside a sandbox: a Python, its packages, and the daemon's own code.
+"""The parts needed to run the daemon inside a sandbox: a Python, its packages, and the daemon's own code.
 
-In the host's own userland that is an environment with the packages that tools are promised (`host_python`). In any
-other image it is the self-contained runtime (`bundle`). The daemon's code is copied, so that nothing else of a checkout
-or an installation can be seen.
+In the host's own userland this is an environment with the packages promised to tools (`host_python`). In any other
+image it is the self-contained runtime (`bundle`). The daemon's code is copied, so that the rest of a checkout or an
+installation is hidden.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DAEMON_PACKAGES: Final = ("prorl_ipc", "prorl_daemon")
 
 
 class Mount(NamedTuple):
-    """A host path seen inside, at `target`, read-only unless said otherwise."""
+    """A host path mounted inside at `target`, read-only by default."""
 
     source: str
     target: str
@@ -42,10 +42,10 @@ class Runtime(NamedTuple):
     """The Python, environment and mounts with which the daemon runs in one kind of image.
 
     Attributes:
-        python: its interpreter, inside, and what comes after it on the command line.
-        env: what the interpreter needs in its environment. No tool sees it.
-        mounts: what has to be mounted for it, the daemon's code aside.
-        tool_env: what the tools get of it. Without a PATH they have the image's own.
+        python: its interpreter, inside, with further arguments of the command line.
+        env: environment variables for the interpreter. Tools do not see them.
+        mounts: its mounts, except the daemon's code.
+        tool_env: environment variables for tools. Without a PATH they have the image's own.
     """
 
     python: tuple[str, ...]
@@ -54,12 +54,11 @@ class Runtime(NamedTuple):
     tool_env: dict[str, str]
 
     def daemon_argv(self) -> tuple[str, ...]:
-        """The daemon's command line."""
         return (*self.python, "-m", "prorl_daemon")
 
 
 def host_runtime(packages: tuple[str, ...] = ()) -> Runtime:
-    """For the host's userland: the promised packages, and `packages`. Blocks, and the first time for seconds.
+    """Return the runtime for the host's userland: the promised packages, and `packages`. Blocks; first for seconds.
 
     Raises:
         SandboxUnavailable: see `require_host_python`.
@@ -70,17 +69,17 @@ def host_runtime(packages: tuple[str, ...] = ()) -> Runtime:
 
 
 def process_runtime(lib: str) -> Runtime:
-    """This project's own Python where it is. `lib`: where the daemon's code is."""
+    """Return the runtime with this project's own Python. `lib` is the folder of the daemon's code."""
     return Runtime((own_python(),), {"PYTHONPATH": lib}, (), _tool_env(own_python()))
 
 
 def _tool_env(python: str) -> dict[str, str]:
-    """Return variables by which agents that run `python3` get the one with NumPy and SymPy."""
+    """Return variables so that agents that run `python3` get the Python with NumPy and SymPy."""
     return {"PATH": f"{os.path.dirname(python)}:{SYSTEM_PATH}"}
 
 
 def image_runtime() -> Runtime:
-    """The self-contained runtime, for any other. It looks at no variable, for the environment is the image's.
+    """Return the self-contained runtime, for any other image. It ignores variables, since they are the image's.
 
     Raises:
         SandboxUnavailable: it has not been made.
@@ -89,7 +88,7 @@ def image_runtime() -> Runtime:
 
 
 def install_daemon(target: Path) -> None:
-    """Put the packages of the daemon into `target`, compiled, so that no sandbox has to. Blocks."""
+    """Install the packages of the daemon into `target`, compiled, so that sandboxes need not compile them. Blocks."""
     for relative, content in _daemon_files():
         path = target / relative
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def install_daemon(target: Path) -> None:
 
 @functools.cache
 def _daemon_files() -> tuple[tuple[str, bytes], ...]:
-    """Sources and their bytecode by relative path. Compiled once a process: it takes half a second."""
+    """Return sources and bytecode by relative path. Cached per process, because compiling takes half a second."""
     files: list[tuple[str, bytes]] = []
     for name in _DAEMON_PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -113,9 +112,9 @@ def _daemon_files() -> tuple[tuple[str, bytes], ...]:
 
 
 def _bytecode(source: bytes, path: str) -> bytes:
-    """A .pyc file as PEP 552 has it, made in memory: a node that is killed meanwhile leaves nothing behind.
+    """Return a .pyc file as defined in PEP 552, made in memory, so that a killed node leaves no temporary file.
 
-    Without a time stamp, and never checked: the source beside it is a copy, and nobody changes either.
+    It lacks a time stamp and is never checked, because its source is a copy that never changes.
     """
     code = marshal.dumps(compile(source, path, "exec", dont_inherit=True))
     unchecked_hash = (0b01).to_bytes(4, "little")

@@ -1,4 +1,7 @@
-"""The empty root of the `host` image: mount points, links and a synthetic /etc. Made once a node, mounted read-only."""
+"""The empty root of the `host` image: mount points, links and a synthetic /etc.
+
+Made once per node, mounted read-only.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _EMPTY: Final = "srv"
 _EMPTY_FILE: Final = "etc/empty"
 _WORKSPACE: Final = "workspace"
-"""The folder in which agents write code. In an image it can be made; here it is the writable one by another name."""
+"""The folder in which agents write code. An image can contain it; here it is a link to the writable folder."""
 _EMPTY_DIRS: Final = (_EMPTY, "dev", "proc", "sys", "tmp", "var", "run", "mnt", HOME[1:], "usr")
 
 _SOURCES: Final = ("/usr/local/src", "/usr/src")
-"""Folders of the machine's owner, in containers often of this very project: no program needs them."""
+"""Folders of the machine's owner, which often contain this project in containers: programs do not need them."""
 _LOCAL_PACKAGES: Final = ("/usr/local/lib*/python3*/dist-packages", "/usr/local/lib*/python3*/site-packages")
 _NEEDED: Final = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib", "/usr/share")
-"""A folder with one of these in it is userland, whatever else it is."""
+"""A folder that contains any of these is userland, whatever else it contains."""
 
 _ETC_FILES: Final = (
     "ld.so.cache",
@@ -47,19 +50,19 @@ _ETC_DIRS: Final = (
     "pki/tls/certs",
     "ssl/certs",
 )
-"""Files and folders that programs of the host's /usr expect, and that say nothing about the host's users, names or
+"""Files and folders that programs of the host's /usr expect, and that do not reveal the host's users, names or
 networks. The files are copied; the folders, of hundreds of links, are mounted."""
 
 
 def proc_mounts(root: Path) -> tuple[Mount, ...]:
-    """Return the mounts over /proc, as far as this kernel has the files. `root`: what `build_skeleton` made."""
+    """Return the mounts over /proc, as far as this kernel has the files. `root` is the result of `build_skeleton`."""
     read_only = tuple(Mount(path, path) for name in READ_ONLY_PROC if os.path.exists(path := f"/proc/{name}"))
     hidden = (Mount(str(root / (_EMPTY if is_folder else _EMPTY_FILE)), path) for path, is_folder in hidden_proc())
     return (*read_only, *hidden)
 
 
 def host_mounts(root: Path) -> tuple[Mount, ...]:
-    """The host's userland, read-only, with nothing of this node's own in it. `root`: what `build_skeleton` made."""
+    """Return the mounts of the host's userland, read-only, without this node's files. `root`: as in `proc_mounts`."""
     empty = str(root / _EMPTY)
     return (*_userland(), *(Mount(empty, path) for path in covered()))
 
@@ -72,10 +75,10 @@ def _userland() -> tuple[Mount, ...]:
 
 @functools.cache
 def covered() -> tuple[str, ...]:
-    """Folders below /usr that are not of the userland, and are seen empty: outermost first, none below another.
+    """Return folders below /usr that do not belong to the userland and appear empty: outermost first, none nested.
 
-    Packages that the node runs on, or that somebody installed beside the system's own; sources, as of this project in a
-    container; the node's cache, and the home directory of its user.
+    These are packages other than the system's own, sources (in a container, this project's), the node's cache, and the
+    home directory of its user.
     """
     checkout = Path(__file__).resolve().parents[3]
     own = (str(checkout), str(cache_dir()), os.path.expanduser("~"))

@@ -1,7 +1,7 @@
-"""Grading in sandboxes that the agent has never touched: verdicts that cheating does not change.
+"""Grading in sandboxes that the agent has never touched, so that verdicts resist cheating.
 
-`grade_code` runs tests on a module. What there is no verdict on is an error, and never a reward of 0; what the
-candidate's own code brings about is a failed test.
+`grade_code` runs tests on a module. A missing verdict is an error, never a reward of 0. A failure caused by the
+candidate's own code is a failed test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grading of a solution in code: a module, against the tests that its task brings."""
+"""Grading of a code solution (a module) against the tests of its task."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ SOLUTION_PATH: Final = "/workspace/solution.py"
 PREAMBLE_PATH: Final = "/tmp/grading/preamble.py"
 UNITTEST_DRIVERS: Final = ("unittests", "own_time", "values")
 CANARY_TESTS: Final = 6
-"""Tests of the canary in `drivers/unittests.py`."""
+"""Number of canary tests in `drivers/unittests.py`."""
 WORK_DIR: Final = "/workspace"
 SETUP_LIMIT_S: Final = 60.0
-"""For what a task's own tests do before the first of them."""
+"""Limit for the code that a task's tests run before the first test."""
 OUTPUT_ROOM: Final = 2
-"""A program's output is read up to this many times what is expected."""
+"""At most this multiple of the expected output is read from a program."""
 MAX_COLLECTED: Final = 256
 
 MAX_LINE_BYTES: Final = 16 * 1024 * 1024
-"""Longest line that is taken from a program."""
+"""Longest line accepted from a program."""
 MAX_STDERR_CHARS: Final = 2000
 END_TIMEOUT_S: Final = 30.0
-"""For the end of a process that reads or writes no more: it has ended, or has closed its pipes."""
+"""Time limit for the end of a process that no longer reads or writes: it has exited or closed its pipes."""
 
 
 class CandidateEnded(Exception):
-    """The candidate's process gives no answer any more. `status` is what becomes of the test that asked."""
+    """The candidate's process no longer answers. `status` is the result of the test that asked."""
 
     def __init__(self, status: TestStatus, message: str) -> None:
         super().__init__(message)
@@ -61,25 +61,27 @@ class CandidateEnded(Exception):
 
 
 class Lines:
-    """The lines of a program."""
+    """The line-based input and output of a program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._rest = bytearray()
 
     async def send(self, line: bytes, *, limit_s: float = 0.0) -> None:
-        """Write a line, which has its newline.
+        """Write a line, which ends with a newline.
 
-        The program may use `limit_s` of its own time until it has written its next line; with 0, what is left of the
-        limit before. Errors as `Program.send`.
+        The program may use `limit_s` of its own time until its next line; 0 keeps the rest of the previous limit.
+        Raises the same errors as `Program.send`.
         """
         await self.program.send(line, own_limit_s=limit_s)
 
     async def receive(self) -> bytes:
-        """Return the next line, without its newline; nothing after the last. Errors as `Program.receive_some`.
+        """Return the next line without its newline; empty after the last line.
+
+        Raises the same errors as `Program.receive_some`.
 
         Raises:
-            ValueError: it is longer than `MAX_LINE_BYTES`.
+            ValueError: the line is longer than `MAX_LINE_BYTES`.
         """
         searched = 0
         while (end := self._rest.find(b"\n", searched)) < 0:
@@ -96,7 +98,7 @@ class Lines:
 
 
 class CandidateProcess:
-    """The candidate's module, in a process that is started when it is first asked, and again after each end."""
+    """The candidate's module in a process that starts on the first request, and again after each exit."""
 
     def __init__(
         self,
@@ -112,28 +114,28 @@ class CandidateProcess:
         self._has_run = False
         self._lines: Lines | None = None
         self.is_late = False
-        """The last answer came after its time."""
+        """The last answer arrived after its time limit."""
 
     async def ask(self, request: bytes, *, limit_s: float) -> dict[str, Any]:
-        """Return the answer to a line: `value`, or `raised` and `message`. See `ask_line`."""
+        """Return the answer to a request: `value`, or `raised` and `message`. See `ask_line`."""
         try:
             return decode_line(await self.ask_line(request, limit_s=limit_s))
         except ValueError as exc:
             raise CandidateEnded("error", f"no answer: {exc}") from exc
 
     async def ask_line(self, request: bytes, *, limit_s: float, goes_on: bool = False) -> bytes:
-        """Return the answer to a line as it was written, by whatever code of the candidate's: it need not be an answer.
+        """Return the raw answer to a request. The candidate's code can write it, so it may be invalid.
 
         Args:
             request: the line.
-            limit_s: the own time of the process for the answer, and as much again for its start where there is none.
-            goes_on: the limit is that of the question before, of which this one gets what is left.
+            limit_s: the process' own time for the answer, and as much again for its start if it is not running.
+            goes_on: share the limit of the previous request; this request gets the rest.
 
         Raises:
-            CandidateEnded: there is no answer. The process is gone.
-            SandboxLost: not from inside. There is no verdict.
-            EvaluationError: Python is not there, or there is no CPU. There is no verdict.
-            ProgramKilled: as `Verifier.check_end` says.
+            CandidateEnded: the process exited without an answer.
+            SandboxLost: the cause lies outside the sandbox. No verdict is possible.
+            EvaluationError: Python is missing, or there is no CPU. No verdict is possible.
+            ProgramKilled: see `Verifier.check_end`.
         """
         self.is_late &= goes_on
         try:
@@ -211,9 +213,9 @@ async def open_candidate(
     preamble: str,
     check_end: Callable[[str, ExecResult], None],
 ) -> AsyncIterator[CandidateProcess]:
-    """Make a process to ask, which `open_driver` starts; nothing of it is left after the block.
+    """Create a candidate process, which `open_driver` starts; it is completely removed after the block.
 
-    `check_end` is told each of its ends, and raises where that is no answer of the candidate's.
+    `check_end` is called at each exit, and raises unless the exit is the candidate's doing.
     """
     async with AsyncExitStack() as stack:
         yield CandidateProcess(stack, open_driver, preamble, check_end)
@@ -228,13 +230,13 @@ async def grade_code(
     all_tests: bool = True,
     last_try: bool = True,
 ) -> Verdict:
-    """Run the tests on a solution, in sandboxes that the agent has never touched.
+    """Run the tests on a solution in sandboxes that the agent has never touched.
 
-    What the solution does there (it hangs, crashes, kills its sandbox, prints what it likes) are failed tests. Without
-    `all_tests` the first failure ends the grading.
+    A solution that hangs, crashes, kills its sandbox or floods its output fails tests. Without `all_tests` the first
+    failure stops the grading.
 
     Raises:
-        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible.
         ProgramKilled: it is not the last try. See `again_if_killed`.
     """
     test_ids = await _collected(context, tests, spec, last_try=last_try) if isinstance(tests, UnitTests) else []
@@ -263,7 +265,7 @@ async def grade_code(
 
 
 class _Plan:
-    """The tests that are run, one by one, and for how long."""
+    """The tests to run one by one, and their time limits."""
 
     def __init__(self, tests: CodeTests, *, all_tests: bool) -> None:
         self._test_ids = tests.test_ids
@@ -273,7 +275,7 @@ class _Plan:
         self._used_s = 0.0
 
     async def run(self, run: Callable[[int, float], Awaitable[TestResult]]) -> Verdict:
-        """Run tests in order, while there is time, until one fails if that decides, or the sandbox has been ended."""
+        """Run tests in order until the time is up, a failure decides, or the sandbox has ended."""
         done: list[TestResult] = []
         rest: TestStatus = "not_run"
         why = "no time was left for it"
@@ -356,11 +358,11 @@ def _is_any(encoded: Any, right: list[Any], tolerance: Tolerance | None) -> bool
         value = decode(encoded)
         return any(same_value(value, expected, tolerance) for expected in right)
     except (ValueError, RecursionError, OverflowError):
-        return False  # nothing that the driver makes: the candidate has written it itself
+        return False  # the driver never writes this, so the candidate did
 
 
 async def _compare(compare: Callable[..., bool], *arguments: Any) -> bool:
-    """Compare in a thread: what the candidate gave may be long."""
+    """Compare in a thread, because the candidate's values may be large."""
     return await run_sync(compare, *arguments)
 
 
@@ -368,7 +370,7 @@ async def _compare(compare: Callable[..., bool], *arguments: Any) -> bool:
 
 
 async def _grade_asserts(candidate_box: Verifier, checker_box: Verifier, tests: AssertTests, plan: _Plan) -> Verdict:
-    """Two sandboxes: the checker's, with the tests, and the candidate's; calls go from one to the other by here."""
+    """Use two sandboxes: the checker's, with the tests, and the candidate's. Calls between them pass through here."""
     open_driver = partial(candidate_box.open_driver, "candidate", SOLUTION_PATH)
     task = {"setup": tests.setup, "code": tests.code, "functions": tests.functions}
     async with (
@@ -385,7 +387,10 @@ async def _grade_asserts(candidate_box: Verifier, checker_box: Verifier, tests: 
 
 
 class _Checker:
-    """The program that knows the answers. That it ends, or is silent, is no verdict, unless it waits for an answer."""
+    """The program that knows the answers.
+
+    Its exit or silence gives no verdict, unless it waits for the candidate's answer.
+    """
 
     def __init__(self, lines: Lines, candidate: CandidateProcess, candidate_box: Verifier, own_box: Verifier) -> None:
         self._lines = lines
@@ -393,19 +398,20 @@ class _Checker:
         self._candidate_box = candidate_box
         self._own_box = own_box
         self._has_answered = False
-        """The candidate has: what this program does now may come of that."""
+        """The candidate has answered, so it may be the cause of what this program does now."""
         self._over = ""
         self._over_status: TestStatus = "error"
 
     async def start(self, task: dict[str, Any]) -> None:
-        """Hand it what comes before the tests, and wait until that has been executed."""
+        """Send the code that precedes the tests, and wait until it has been executed."""
         await self._send(encode_line(task), SETUP_LIMIT_S)
         await self._receive(SETUP_LIMIT_S)
 
     async def result(self, test_id: str, test: str, limit_s: float) -> TestResult:
         """Run a test, answer its calls, and return its result.
 
-        Its calls may use `limit_s` of the candidate's own time together, and as much of this program's.
+        Its calls may together use `limit_s` of the candidate's own time, and the same amount of this program's own
+        time.
         """
         if self._over:
             return TestResult(test_id=test_id, status="not_run", message=self._over)
@@ -426,7 +432,7 @@ class _Checker:
                 status, said = message["status"], message["message"]
                 if message.get("cannot_cross") and not self._has_answered:
                     raise EvaluationError(f"{test_id}: {said}")
-                if ended is not None:  # whatever the test makes of that
+                if ended is not None:  # whatever the test does with the answer
                     status, said = ended.status, str(ended)
                 if status == "passed" and self._candidate_box.check_late(is_late, test_id):
                     status = "timed_out"
@@ -445,18 +451,16 @@ class _Checker:
             await self._send(line + b"\n")
 
     async def _send(self, line: bytes, limit_s: float = 0.0) -> None:
-        with suppress(
-            trio.BrokenResourceError
-        ):  # it has ended, or was never there: `_receive` says whose doing that is
+        with suppress(trio.BrokenResourceError):  # it has exited or never started: `_receive` finds the cause
             await self._lines.send(line, limit_s=limit_s)
 
     async def _receive(self, limit_s: float) -> dict[str, Any] | None:
-        """Return the next message; None if there is none, by what the candidate gave the test to compare.
+        """Return the next message; None if it is missing because of the values that the candidate gave the test.
 
         Raises:
-            EvaluationError: there is none, and the candidate has no part in that. There is no verdict.
+            EvaluationError: it is missing, and the candidate is not the cause. No verdict is possible.
         """
-        with trio.move_on_after(backstop_s(limit_s)):  # noqa: ASYNC912 - each way through it waits for the program
+        with trio.move_on_after(backstop_s(limit_s)):  # noqa: ASYNC912 - every path waits for the program
             try:
                 if line := await self._lines.receive():
                     return decode_line(line)
@@ -491,13 +495,13 @@ _COLLECTED: Final[OrderedDict[tuple[str, str], list[str]]] = OrderedDict()
 
 
 async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpec, *, last_try: bool) -> list[str]:
-    """Return the ids of the tests that must pass: those that unittest's own loader finds in a sandbox of their own.
+    """Return the ids of the tests that must pass, as found by unittest's own loader in a separate sandbox.
 
-    Without those that a decorator skips or expects to fail. Where the tests cannot be executed without a solution, what
-    their text shows.
+    Tests that a decorator skips or expects to fail are excluded. If the tests cannot be executed without a solution,
+    the ids are read from their source.
 
     Raises:
-        EvaluationError: there are no tests to pass, or their code has no end.
+        EvaluationError: there are no tests to pass, or their code does not terminate.
     """
     key = (tests.code, spec.image)
     if key not in _COLLECTED:
@@ -534,7 +538,7 @@ async def _grade_unittests(verifier: Verifier, tests: UnitTests, test_ids: list[
     missing: TestStatus = "missing"
     if ended.ended in ("timed_out", "lost"):
         missing = ended.ended
-    if reported is None:  # it has not come to the last canary, so nothing that was said before can be believed
+    if reported is None:  # the last canary is missing, so the earlier results are not trusted
         lines = [TestResult(test_id=each, status=missing, message=ended.stderr) for each in test_ids]
         return Verdict(tests=lines)
     results = [reported.get(each, TestResult(test_id=each, status="missing")) for each in test_ids]
@@ -545,7 +549,7 @@ async def _grade_unittests(verifier: Verifier, tests: UnitTests, test_ids: list[
 
 
 def _reported(stdout: bytes) -> dict[str, TestResult] | None:
-    """Return the results by id; None if the report has no end. A test that is reported twice counts as its worse."""
+    """Return the results by id; None if the report is incomplete. Of a test reported twice, the worse result counts."""
     results: dict[str, TestResult] = {}
     for line in stdout.splitlines():
         try:
@@ -564,7 +568,7 @@ def _reported(stdout: bytes) -> dict[str, TestResult] | None:
 
 
 def _caught(reported: dict[str, TestResult], canary: str) -> str:
-    """Return what the canary's results say; empty if each of its tests failed, as it must."""
+    """Return a manipulation shown by the canary's results; empty if each of its tests failed, as it must."""
     statuses = [result.status for name, result in reported.items() if name.startswith(f"{canary}.")]
     if len(statuses) != CANARY_TESTS:
         return f"{len(statuses)} of {CANARY_TESTS} tests that must fail were reported"

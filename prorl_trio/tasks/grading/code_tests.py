@@ -1,4 +1,4 @@
-"""Tests of code, as a task brings them: four kinds, and what each lets the candidate's process know."""
+"""Tests of code, as part of a task: four kinds, which reveal different information to the candidate's process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ _BEYOND = "$int"
 
 
 class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
-    """Base of all kinds.
+    """Base class of all kinds.
 
-    `test_timeout_s` is for each test: the time that the candidate takes, without that in which it waits for a CPU.
-    `timeout_s` is for all tests together, each of which counts by its wall time, but not for more than its own limit;
-    None: there is no such limit.
+    `test_timeout_s` limits each test: the candidate's time, without waiting for a CPU. `timeout_s` limits all tests
+    together; each test counts by its wall time, but not for more than its own limit. None disables it.
     """
 
-    __test__ = False  # the name is the field's; pytest is not to collect it
+    __test__ = False  # the name is the field's term; pytest must not collect it
 
     test_timeout_s: float = 10.0
     timeout_s: float | None = None
@@ -47,12 +46,12 @@ class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def asked_names(self) -> list[str]:
-        """Return the names that a solution is asked to define; none for a program."""
+        """Return the names that a solution must define; empty for a program."""
         return []
 
 
 class OutputCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A program's input, and the output that is expected."""
+    """A program's input and expected output."""
 
     input: str
     output: str
@@ -61,7 +60,7 @@ class OutputCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class OutputTests(Tests, frozen=True, tag="output"):
     """Programs that read standard input and write standard output. The candidate sees the input.
 
-    `preamble` is executed before the program, in its module.
+    `preamble` is executed before the program, in the same module.
     """
 
     cases: list[OutputCase]
@@ -86,10 +85,10 @@ class OutputTests(Tests, frozen=True, tag="output"):
 
 
 class FunctionCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Arguments of a call, and the result that is expected; any of the `alternatives` is as right.
+    """Arguments of a call and the expected result; each of the `alternatives` is correct as well.
 
-    An integer beyond 64 bits, which no message carries, is written as `{"$int": "1180591620717411303424"}`, decimal or
-    hexadecimal with `0x`. See `carried`.
+    An integer beyond 64 bits does not fit into a message. It is written as `{"$int": "1180591620717411303424"}`, in
+    decimal or in hexadecimal with `0x`. See `carried`.
     """
 
     args: list[Any] = []
@@ -101,8 +100,8 @@ class FunctionCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class FunctionTests(Tests, frozen=True, tag="function"):
     """Calls of one function with plain values. The candidate sees the arguments.
 
-    `function` is a function of the module, or a method of its class `Solution`. `preamble` is executed before the
-    solution, in its module: the imports that it may take for granted.
+    `function` is a function of the module, or a method of its class `Solution`. `preamble` contains the imports that
+    the solution may rely on; it is executed before the solution, in the same module.
     """
 
     function: str
@@ -133,11 +132,11 @@ class FunctionTests(Tests, frozen=True, tag="function"):
 
 
 class AssertTests(Tests, frozen=True, tag="assert"):
-    """Code that calls functions and asserts. It runs in a sandbox of its own; the candidate sees the arguments.
+    """Code that calls functions and asserts. It runs in its own sandbox; the candidate sees the arguments.
 
-    `setup` and then `code` are executed once, where the tests are; then each of `tests`, which succeeds if it raises
-    nothing. `functions` are the candidate's, the first is called `candidate` as well. They take and return plain
-    values.
+    `setup` and then `code` are executed once in the tests' sandbox. Then each of `tests` runs, and succeeds if it
+    raises nothing. `functions` belong to the candidate; the first one is also available as `candidate`. They accept and
+    return plain values.
     """
 
     functions: list[str]
@@ -170,10 +169,10 @@ class AssertTests(Tests, frozen=True, tag="assert"):
 
 
 class UnitTests(Tests, frozen=True, tag="unittest"):
-    """`unittest` cases in the candidate's own process, for functions whose values are not plain (data frames, say).
+    """`unittest` cases in the candidate's own process, for functions of values such as data frames.
 
-    The candidate's process can find what is expected there. A canary that must fail catches those who make assertions
-    harmless; a candidate that spares the canary would still win. `code` shares the solution's module.
+    The candidate's process can find the expected values. A canary that must fail detects candidates that disable
+    assertions; a candidate that spares the canary would still win. `code` shares the solution's module.
     """
 
     code: str
@@ -185,10 +184,10 @@ class UnitTests(Tests, frozen=True, tag="unittest"):
 
     @property
     def test_ids(self) -> list[str]:
-        """Return the tests that the text of `code` shows, inherited ones included.
+        """Return the tests found in the source of `code`, including inherited ones.
 
-        The tests that count are those that unittest's own loader finds (`drivers/unittests.py`), where `code` can be
-        executed without a solution.
+        If `code` can be executed without a solution, the tests found by unittest's own loader count instead
+        (`drivers/unittests.py`).
         """
         cases = {each.name: each for each in _parsed("code", self.code).body if isinstance(each, ast.ClassDef)}
         return [
@@ -200,7 +199,7 @@ class UnitTests(Tests, frozen=True, tag="unittest"):
 
     @property
     def asked_names(self) -> list[str]:
-        """Return the names that `code` uses and does not bind itself."""
+        """Return the names that `code` uses but does not bind."""
         tree = _parsed("code", self.code)
         bound = {each.asname or each.name.partition(".")[0] for each in ast.walk(tree) if isinstance(each, ast.alias)}
         used: set[str] = set()
@@ -219,7 +218,7 @@ def _functions_of(tree: ast.AST) -> set[str]:
 
 
 def _can_fail(trees: Iterable[ast.AST], harmless: set[str]) -> bool:
-    """Return whether tests assert or raise, or call something that may: neither `harmless` nor of Python itself."""
+    """Return whether tests assert, raise, or call something that may: neither `harmless` nor part of Python itself."""
     for each in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(each, ast.Assert | ast.Raise):
             return True
@@ -233,7 +232,7 @@ def _can_fail(trees: Iterable[ast.AST], harmless: set[str]) -> bool:
 
 
 def _is_test_case(case: ast.ClassDef, cases: Mapping[str, ast.ClassDef], depth: int = 0) -> bool:
-    """Return whether a class has a base from elsewhere that is called a test case, or is below one that has."""
+    """Return whether a class inherits, directly or not, from an external class that is named as a test case."""
     bases = [ast.unparse(each) for each in case.bases]
     return any(
         _is_test_case(cases[base], cases, depth + 1) if base in cases and depth < len(cases) else "Test" in base
@@ -265,7 +264,7 @@ def carried(value: Any) -> Any:
 
 
 def carried_back(value: Any) -> Any:
-    """Return what `carried` was given.
+    """Return the original data of `carried`.
 
     Raises:
         ValueError: a `$int` is not an integer.

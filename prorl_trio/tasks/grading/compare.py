@@ -1,8 +1,8 @@
-"""Comparison of a program's output with the expected one, on the evaluator's side. Pure.
+"""Comparison of a program's output with the expected output, on the evaluator's side. Pure.
 
-Lines and tokens as LiveCodeBench compares them: both texts are stripped and taken line by line; a line is right if it
-equals the expected one, or if both are made of as many numbers that are equal as exact decimals. Numbers have the
-digits 0 to 9, and no underscores. Only a task that says so has its numbers compared with a tolerance.
+Lines and tokens are compared as in LiveCodeBench. Both texts are stripped and compared line by line. A line is correct
+if it equals the expected line, or if both are rows of numbers that are equal as exact decimals. Numbers use the digits
+0 to 9, without underscores. A tolerance applies only if the task specifies it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?
 
 
 class Tolerance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The difference that two numbers may have: `absolute`, or `relative` to the expected one, whichever is more.
+    """The allowed difference of two numbers: the larger of `absolute` and `relative` to the expected number.
 
-    With `exact_integers` it is for numbers of which at least one has a fraction or an exponent.
+    With `exact_integers` it applies only if at least one number has a fraction or an exponent.
     """
 
     absolute: float = 0.0
@@ -34,7 +34,7 @@ class Tolerance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 raise ValueError(f"{name} must be finite and not negative")
 
     def close(self, value: float, expected: float) -> bool:
-        """Return whether `value` is near enough. Nothing is near to infinity or NaN; infinity equals itself."""
+        """Return whether `value` is within the tolerance. Nothing is near infinity or NaN; infinity equals itself."""
         if value == expected:
             return True
         if self.exact_integers and isinstance(value, int) and isinstance(expected, int):
@@ -47,7 +47,7 @@ class Tolerance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def same_output(output: str, expected: str, tolerance: Tolerance | None = None) -> bool:
-    """Return whether a program printed what was expected."""
+    """Return whether a program printed the expected output."""
     lines, wanted = _lines(output), _lines(expected)
     return len(lines) == len(wanted) and all(
         line == want or _same_numbers(line, want, tolerance) for line, want in zip(lines, wanted, strict=True)
@@ -55,10 +55,10 @@ def same_output(output: str, expected: str, tolerance: Tolerance | None = None) 
 
 
 def same_value(value: Any, expected: Any, tolerance: Tolerance | None = None) -> bool:
-    """Return whether a function returned what was expected: plain values, a tuple where a list is expected as well.
+    """Return whether a function returned the expected plain value. A tuple may stand for an expected list.
 
-    Numbers are equal as Python has it, or within the tolerance; True is not 1 here, and NaN is what NaN asks for. The
-    keys of an expected dict may be the texts of numbers, for JSON has no others.
+    Numbers are compared as in Python, or within the tolerance. True does not equal 1, and NaN equals NaN. The keys of
+    an expected dict may be the texts of numbers, because JSON allows only text keys.
     """
     if isinstance(expected, list | tuple):
         return (
@@ -69,7 +69,7 @@ def same_value(value: Any, expected: Any, tolerance: Tolerance | None = None) ->
     if isinstance(expected, dict):
         if not isinstance(value, dict) or len(value) != len(expected):
             return False
-        if value.keys() != expected.keys():  # tests come as JSON, which has no keys but texts
+        if value.keys() != expected.keys():  # tests are JSON, in which all keys are texts
             value = {str(key) if isinstance(key, int | float) else key: each for key, each in value.items()}
         return value.keys() == expected.keys() and all(
             same_value(value[key], want, tolerance) for key, want in expected.items()

@@ -1,10 +1,10 @@
-"""Grading of a change to a repository: the patch goes in, the row's own tests go over it, and their runner decides.
+"""Grading of a change to a repository: apply the patch, overwrite it with the row's own tests, run their runner.
 
-Nothing of the agent's but its patch comes here. The tests, the file that configures pytest, and the files by which
-Python or a runner starts are the row's or the base's, whatever the patch says of them; which were put back is reported.
-What configures pytest, and which plug-ins there are, is found before the patch comes in. A canary that must fail runs
-before and after the tests, because the patched code shares their process: a patch that makes assertions harmless is
-caught, but one that spares the canary would still win.
+The agent contributes only its patch. The tests, pytest's configuration file, and the startup files of Python or a
+runner come from the row or the base, whatever the patch contains; restored files are reported. Pytest's configuration
+file and plug-ins are determined before the patch is applied. The patched code shares the tests' process, so a canary
+that must fail runs before and after the tests. It detects a patch that disables assertions, but a patch that spares the
+canary would still win.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ if TYPE_CHECKING:
 
 PATCH_PATH: Final = f"{DRIVERS_DIR}/patch.diff"
 NO_CONFIG_PATH: Final = f"{DRIVERS_DIR}/none.ini"
-"""Configures pytest where the repository has no such file."""
+"""Configures pytest if the repository lacks such a file."""
 REPORT_PATH: Final = f"{DRIVERS_DIR}/report.jsonl"
 PREPARE_TIMEOUT_S: Final = 120.0
 MAX_REPORT_BYTES: Final = 256 * 1024 * 1024
 MAX_KNOWN: Final = 4096
-"""Findings in repositories that are kept: about a kilobyte each."""
+"""Limit on cached findings about repositories: about a kilobyte each."""
 EVAL_MARGIN_S: Final = 15.0
-"""Left of the EVAL budget when the tests end."""
+"""Time reserved from the EVAL budget for the steps after the tests."""
 
 _PATCH: Final = (
     "state() { find .git -path .git/objects -prune -o -type f -exec cksum {} + -o ! -type d -print; "
     "find . -mindepth 2 -name .git; }; before=$(state); "
     f'patch --batch --forward --fuzz=5 -p1 -i {PATCH_PATH} && [ "$(state)" = "$before" ]'
 )
-"""Fails if the patch changed the files of git itself, which git would refuse."""
+"""Fails if the patch changed git's own files, which git would refuse."""
 APPLY: Final = {
     "git apply": [*GIT, "apply", "--whitespace=nowarn", PATCH_PATH],
     "git apply --3way": [*GIT, "apply", "--whitespace=nowarn", "--3way", PATCH_PATH],
     "git apply --reject": [*GIT, "apply", "--whitespace=nowarn", "--reject", PATCH_PATH],
     "patch --fuzz=5": ["sh", "-c", _PATCH],
 }
-"""The ways in which SWE-bench applies a patch, in its order. The tree is clean again before each."""
+"""The ways in which SWE-bench applies a patch, in its order. The tree is cleaned before each attempt."""
 
 _ACTIVATES: Final = ("source ", ". ", "conda ", "export ")
-"""Starts of a script's commands that choose a Python."""
+"""Prefixes of a script's commands that select a Python."""
 UNFINISHED: Final[dict[str, TestStatus]] = {
     "timed_out": "timed_out",
     "no_report": "missing",
@@ -82,7 +82,7 @@ UNFINISHED: Final[dict[str, TestStatus]] = {
     "not_applied": "not_run",
     "spoilt": "not_run",
 }
-"""The status of each test, if the run did not come to its end."""
+"""The status of each test if the run did not finish."""
 
 _TEST_DIRS: Final = frozenset({"test", "tests", "testing"})
 _TEST_MODULE: Final = re.compile(r"(test_.*|.*_test|.*_tests|tests?)\.py", re.DOTALL)
@@ -95,24 +95,24 @@ _HOOKS: Final = frozenset({
 
 _RUNNERS: Final = frozenset({"_pytest", "pytest", "unittest"})
 _AT_START: Final = frozenset({"sitecustomize", "usercustomize"})
-"""Modules that Python imports before any program, from wherever an installed package has its sources."""
+"""Modules that Python imports before any program, from the source folder of any installed package."""
 
 
 def is_test_file(path: str) -> bool:
-    """Return whether a path of a repository is a test's: by its name, or by that of a folder above it."""
+    """Return whether a path of a repository belongs to a test, by its own name or that of a parent folder."""
     *_, name = names = path.split("/")
     return is_test_module(path) or name == "conftest.py" or bool(_TEST_DIRS.intersection(names))
 
 
 def is_test_module(path: str) -> bool:
-    """Return whether a path has the name of a module of tests."""
+    """Return whether a path is named like a test module."""
     return _TEST_MODULE.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def may_be_source(path: str) -> bool:
-    """Return whether a path that `belongs_to_tests` may be source all the same: `django/test/client.py`.
+    """Return whether a path that `belongs_to_tests` may still be source, such as `django/test/client.py`.
 
-    It is in a package that is called `test` or `testing`, and is neither a module of tests nor a hook.
+    It is in a package called `test` or `testing`, and is neither a test module nor a hook.
     """
     folders, _, _ = path.rpartition("/")
     top, *inner = folders.split("/")
@@ -122,31 +122,31 @@ def may_be_source(path: str) -> bool:
 
 
 def is_hook(path: str) -> bool:
-    """Return whether a path is a file that runs a repository's tests, or tells Python what to do before any."""
+    """Return whether a path is a file that runs a repository's tests, or that Python executes at startup."""
     *folders, name = path.split("/")
     if name in _HOOKS or name.endswith((".pth", ".pyc")) or _RUNNERS.intersection(folders[:1]):
         return True
-    return any(each.partition(".")[0] in _AT_START for each in (*folders, name))  # packages and extensions as well
+    return any(each.partition(".")[0] in _AT_START for each in (*folders, name))  # covers packages and extensions
 
 
 def belongs_to_tests(path: str) -> bool:
-    """Return whether no change of an agent to this path counts: it is a test, its data, or a hook."""
+    """Return whether an agent's change to this path is ignored because it is a test, test data, or a hook."""
     return is_test_file(path) or is_hook(path)
 
 
 class Suite(NamedTuple):
-    """Tests of a repository: in which sandbox, the files of their own, and how they are run.
+    """Tests of a repository: their sandbox, their files, and the way to run them.
 
     Attributes:
-        spec: the sandbox; it has the repository, git, and what `runner` needs.
-        base: how the repository is made ready.
-        arguments: the runner's.
-        test_timeout_s: of each test.
-        timeout_s: of all.
-        test_files: the content of each file that is written over what a patch left, by its path in the repository.
-        removed_test_files: files that are removed, likewise.
-        test_patch: the row's change to its tests; what it changes is written over what the patch left.
-        script: of bash, before the tests; see `NamedTests`.
+        spec: the sandbox; it contains the repository, git, and the requirements of `runner`.
+        base: how the repository is prepared.
+        arguments: for the runner.
+        test_timeout_s: for each test.
+        timeout_s: for all tests.
+        test_files: the content of each file written over the patched tree, by its path in the repository.
+        removed_test_files: paths of files that are then removed.
+        test_patch: the row's change to its tests; the changed files are written over the patched tree.
+        script: a bash script that runs before the tests; see `NamedTests`.
         runner: of the tests; see `runners`.
     """
 
@@ -163,16 +163,16 @@ class Suite(NamedTuple):
 
 
 class SuiteRun(NamedTuple):
-    """The end of a run of a repository's tests.
+    """The result of running a repository's tests.
 
     Attributes:
-        ended: `finished` if the runner came to its end and said so, and only then there are `results`; `spoilt` if the
-            patch left something in the way of the row's own files; `lost` if the tests ended their sandbox.
-        results: of all tests, as they were reported, but for the canaries.
-        tampered: how the patched code was caught at making tests pass that must fail.
-        said: what there is to say of the end: what hindered it, or the last of the runner's standard error.
-        applied_by: one of `APPLY`, empty if none did or there was no patch.
-        restored: files that the patch touched, and that were put back.
+        ended: `finished` if the runner completed and reported it; only then there are `results`. `spoilt` if the patch
+            obstructs the row's own files; `lost` if the tests ended their sandbox.
+        results: the reported results of all tests except the canaries.
+        tampered: evidence that the patched code made tests pass that must fail.
+        said: details of the end: the obstacle, or the last part of the runner's standard error.
+        applied_by: one of `APPLY`; empty if all failed or there was no patch.
+        restored: files that the patch touched and that were restored.
         log: the runner's output.
     """
 
@@ -186,7 +186,7 @@ class SuiteRun(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """A verdict on a patch, and the run that it is drawn from."""
+    """A verdict on a patch, and the run on which it is based."""
 
     verdict: Verdict
     run: SuiteRun
@@ -198,14 +198,14 @@ async def grade_repository(
     """Run a row's tests on its repository with a patch, in a sandbox that the agent has never touched.
 
     Args:
-        bench: the job that asks; a `RolloutContext`, if it is a node's.
-        patch: a unified diff against the repository as `make_base` made it for the agent; None leaves it as it is.
-        tests: whose results decide.
+        bench: the requesting job; a `RolloutContext` on a node.
+        patch: a unified diff against the repository as `make_base` made it for the agent; None leaves it unchanged.
+        tests: the tests whose results decide.
         suite: how these tests are run.
-        last_try: a program that is killed is the patch's doing. See `again_if_killed`.
+        last_try: a killed program is attributed to the patch. See `again_if_killed`.
 
     Raises:
-        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible.
         ProgramKilled: it is not the last try.
     """
     run = await run_suite(bench, patch, suite, last_try=last_try)
@@ -213,7 +213,7 @@ async def grade_repository(
 
 
 async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try: bool = True) -> SuiteRun:
-    """Run a repository's tests with a patch, between canaries, whichever of them decide. As `grade_repository`."""
+    """Run all tests of a suite with a patch, between canaries. Raises the same errors as `grade_repository`."""
     async with open_verifier(bench, suite.spec, last_try=last_try) as verifier:
         repository = _Repository(verifier, suite.base)
         await verifier.place_drivers(RUNNERS[suite.runner].driver, "session", "report", "own_time")
@@ -243,15 +243,15 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
 
 
 class _Spoilt(Exception):
-    """The patch has left something in the way of the row's own files."""
+    """The patch obstructs the row's own files."""
 
 
 class _Found(msgspec.Struct, frozen=True):
     """The findings of a driver's `look` in a repository without a patch.
 
     Attributes:
-        config: the file that configures pytest; empty if there is none.
-        rootdir: the folder that ids of tests are relative to.
+        config: pytest's configuration file; empty if there is none.
+        rootdir: the folder to which test ids are relative.
         plugins: the plug-ins of the environment, as `NAME=MODULE`.
         options: the driver's own.
     """
@@ -266,7 +266,7 @@ _FINDINGS: Final = trio.lowlevel.RunVar[OrderedDict[bytes, _Found]]("grading_fin
 
 
 def _known_findings() -> OrderedDict[bytes, _Found]:
-    """Return what was found in this run of trio, by what it was found in; the last used last."""
+    """Return the findings of this trio run by content digest, least recently used first."""
     try:
         return _FINDINGS.get()
     except LookupError:
@@ -276,7 +276,7 @@ def _known_findings() -> OrderedDict[bytes, _Found]:
 
 
 def _content_of(suite: Suite) -> bytes:
-    """Return a digest of all that findings depend on: images and layers are taken for what their names say."""
+    """Return a digest of all inputs of the findings. Images and layers are identified by name."""
     spec = suite.spec
     content = (
         *(spec.image, spec.layers, sorted(spec.env.items()), suite.base, suite.arguments, suite.script, suite.runner),
@@ -298,9 +298,9 @@ class _Repository:
         self._added: list[str] = []
 
     async def make_ready(self, suite: Suite) -> None:
-        """Make the base before anything of the agent's comes in, and see how the tests can be run.
+        """Create the base before any of the agent's data arrives, and determine how to run the tests.
 
-        The same content gives the same findings, which are kept in this process.
+        Equal content gives equal findings, which are cached in this process.
         """
         try:
             self._tests = await make_base(self._verifier.sandbox, self._base, test_patch=suite.test_patch)
@@ -317,7 +317,7 @@ class _Repository:
             known.popitem(last=False)
 
     async def _look(self, suite: Suite) -> None:
-        """See how the tests can be run. The files of the row's tests are there for that, and are taken out again."""
+        """Determine how to run the tests. The row's test files are present only during this step."""
         try:
             await self._write_tests(suite.test_files, suite.removed_test_files)
         except _Spoilt as exc:
@@ -349,7 +349,7 @@ class _Repository:
             raise EvaluationError(f"the row's tests cannot be taken out of the repository again: {clean.stderr}")
 
     async def apply(self) -> str:
-        """Apply the patch, and return the way that did; empty if none."""
+        """Apply the patch and return the successful way; empty if all failed."""
         for way, argv in APPLY.items():
             result = await self._verifier.run(argv, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV)
             if result.ended == "exited" and result.exit_code == 0:
@@ -361,7 +361,7 @@ class _Repository:
         return ""
 
     async def check_unversioned(self) -> None:
-        """Raise `_Spoilt` if the patch changed a folder that is no part of the repository."""
+        """Raise `_Spoilt` if the patch changed a folder outside the repository's version control."""
         if self._base.unversioned:
             script = touched_unversioned(self._base)
             touched = await self._prepare(["sh", "-c", script], "the environment cannot be looked at")
@@ -369,11 +369,11 @@ class _Repository:
                 raise _Spoilt(f"the patch changes what is no part of the repository: {_text(touched.stdout).strip()}")
 
     async def restore(self, test_files: Mapping[str, str], removed: Sequence[str]) -> list[str]:
-        """Put back the tests and hooks that the patch touched, write the row's over them, and return what was put back.
+        """Restore tests and hooks that the patch touched, write the row's files, and return the restored paths.
 
-        What is left of a rejected hunk is removed.
+        Remains of a rejected hunk are removed.
         """
-        attributes = quote(":(glob)**/.gitattributes")  # they would change what git reads and writes
+        attributes = quote(":(glob)**/.gitattributes")  # they would change how git reads and writes files
         undo = f"{git('reset -q')} && {git('clean -q -ff -dx --')} {attributes}"
         undo = f"{undo} && {{ {git(f'checkout -q {BASE} --')} {attributes} 2>/dev/null || true; }}"
         plain = f'{{ [ -z "$(find . -name .gitattributes -print)" ] || {{ {undo}; }}; }}'
@@ -400,13 +400,13 @@ class _Repository:
         return [_plain(path) for path in changed if path in theirs]
 
     def _is_put_back(self, path: str) -> bool:
-        """Return whether a path is the base's or the row's, whatever the patch makes of it."""
+        """Return whether a path is always restored from the base or the row."""
         if path in self._base.sources and not is_hook(path):
             return False
         return belongs_to_tests(path) or f"{self._dir}/{path}" == self._found.config
 
     async def _write_tests(self, test_files: Mapping[str, str], removed: Sequence[str]) -> None:
-        """Write the files of the row's tests over whatever is there. Raises `_Spoilt`."""
+        """Write the row's test files over existing files. Raises `_Spoilt`."""
         if own := [path for path in (*removed, *self._tests.removed) if path]:
             await self._prepare(["rm", "-rf", "--", *own], "files cannot be removed")
         for path in self._tests.written:
@@ -419,14 +419,14 @@ class _Repository:
             await self._write(path, text.encode(errors="surrogateescape"))
 
     async def _make_way(self, path: str) -> None:
-        """Remove a link in the place of a file or of a folder above it, which would have it written elsewhere."""
+        """Remove a link at this path or at a parent folder, which would redirect the write."""
         parts = path.split("/")
         above = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
         clear = "; ".join(f"[ ! -L {quote(each)} ] || rm -f -- {quote(each)}" for each in above)
         await self._prepare(["sh", "-c", f"{clear}; [ ! -d {quote(path)} ] || rm -rf -- {quote(path)}"], path)
 
     async def place_canaries(self, suite: Suite, canary: str) -> list[str]:
-        """Write the tests that must fail, and return the arguments that run them before and after the row's."""
+        """Write the tests that must fail, and return the arguments that run them before and after the row's tests."""
         canaries = RUNNERS[suite.runner].place(suite.arguments, canary)
         for path, text in canaries.files.items():
             await self._write(path, text.encode())
@@ -439,12 +439,12 @@ class _Repository:
             raise _Spoilt(str(exc)) from exc
 
     async def run_tests(self, suite: Suite, arguments: Sequence[str], timeout_s: float, key: bytes) -> Run:
-        """Run them by the driver of their runner, which writes a report with this key."""
+        """Run the tests with their runner's driver, which writes a report with this key."""
         found = self._found
         options = found.options
         if found.rootdir:
             options = [*options, "-c", found.config or NO_CONFIG_PATH, "--rootdir", found.rootdir]
-            if not found.config:  # else it is the folder of that file
+            if not found.config:  # otherwise the folder of that file
                 options = [*options, "--confcutdir", found.rootdir]
                 await self._verifier.place({NO_CONFIG_PATH: b"[pytest]\n"})
         job = {
@@ -457,11 +457,11 @@ class _Repository:
         }
         driver = RUNNERS[suite.runner].driver
         argv = driver_argv(driver, REPORT_PATH, str(suite.test_timeout_s), *arguments, isolated=False)
-        line = json.dumps(job).encode() + b"\n"  # what is no UTF-8 in a path is escaped
+        line = json.dumps(job).encode() + b"\n"  # escapes bytes of a path that are not UTF-8
         return await self._verifier.run(in_shell(suite.script, argv), timeout_s=timeout_s, cwd=self._dir, stdin=line)
 
     async def _prepare(self, argv: Sequence[str], what: str, stdin: bytes = b"") -> Run:
-        """Run a program of ours. Raises `_Spoilt` if it fails: what is there is the patch's doing."""
+        """Run our own program. Raises `_Spoilt` if it fails, because only the patch can be the cause."""
         result = await self._verifier.run(argv, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV, stdin=stdin)
         if result.ended != "exited" or result.exit_code != 0:
             raise _Spoilt(f"{what} ({result.ended}, exit code {result.exit_code}): {result.stderr}")
@@ -469,18 +469,18 @@ class _Repository:
 
 
 _RUN: Final = 'export GRADING_PYTHONPATH="${PYTHONPATH-}"; unset PYTHONPATH; exec "$@"'
-"""Starts Python with nothing on its path but the environment's; the driver puts the rest there."""
+"""Starts Python with only the environment on its path; the driver adds the rest."""
 _RUN_AFTER_SCRIPT: Final = (
     'exec 3<&0 0</dev/null; grading=("${@:2}"); eval "$1" 3<&-; set +eux; '
     f'exec 0<&3 3<&-; set -- "${{grading[@]}}"; {_RUN}'
 )
-"""The driver alone reads standard input."""
+"""Only the driver reads standard input."""
 
 
 def in_shell(script: str, argv: Sequence[str]) -> list[str]:
-    """Return a command line that runs a driver in what a script of bash made of its environment.
+    """Return a command line that runs a driver in the environment created by a bash script.
 
-    Commands of the script that fail do not end it. An empty script takes no bash.
+    Failing commands do not end the script. An empty script needs no bash.
     """
     if script.strip():
         return ["bash", "-c", _RUN_AFTER_SCRIPT, "tests", script, *argv]
@@ -488,9 +488,9 @@ def in_shell(script: str, argv: Sequence[str]) -> list[str]:
 
 
 def end_of_run(run: Run, reported: list[TestResult] | None, canary: str, canaries: int) -> SuiteRun:
-    """Return the end of a run whose report has these results, or no end; a canary that did not fail is told."""
+    """Return the result of a run, complete or not. A canary that did not fail is recorded as tampering."""
     log = f"{run.stderr}\n{_text(run.stdout)}"
-    if reported is None:  # it has not come to the last canary: nothing that was said before can be believed
+    if reported is None:  # the last canary is missing, so the earlier results are not trusted
         ended = run.ended if run.ended in ("timed_out", "lost") else "no_report"
         return SuiteRun(ended, said=run.stderr, log=log)
     ours = [result for result in reported if f"{canary}_" in result.test_id.partition("::")[0]]
@@ -512,7 +512,7 @@ def _judge(tests: RepositoryTests, run: SuiteRun) -> Verdict:
 
 
 def results_of(report: bytes, key: bytes) -> list[TestResult] | None:
-    """Return what the tests reported; None if the report is missing, or has no end."""
+    """Return the reported test results; None if the report is missing or incomplete."""
     messages = read_report(report, key)
     if messages is None:
         return None
@@ -523,7 +523,7 @@ def results_of(report: bytes, key: bytes) -> list[TestResult] | None:
 
 
 def _plain(text: str) -> str:
-    """Return a text that can be encoded: what is no character is escaped."""
+    """Return a text that can be encoded: invalid characters are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 

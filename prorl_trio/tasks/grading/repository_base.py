@@ -1,7 +1,7 @@
-"""The one commit that an agent begins with, and the tests that come over it later, out of what an image has.
+"""The single commit that an agent starts from, and the tests applied over it later, both made from the image.
 
-The agent's sandbox and the evaluator's are made alike, so that a patch of the one fits the other. Only the evaluator's
-has the tests.
+The agent's and the evaluator's sandboxes are prepared in the same way, so that a patch from one applies in the other.
+Only the evaluator's contains the tests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
 
 BASE: Final = "prorl-base"
-"""A tag: the one commit that the agent begins with."""
+"""The tag of the single commit that the agent starts from."""
 TESTS: Final = "prorl-tests"
-"""A tag in the evaluator's repository: the files of the row's tests, as the row has them."""
+"""A tag in the evaluator's repository: the row's version of its test files."""
 STAMP: Final = "/tmp/prorl-stamp"
-"""A file of the time before a patch, beside folders that a patch may not touch."""
+"""A file created before a patch, for comparison with folders that a patch may not touch."""
 STEP_TIMEOUT_S: Final = 120.0
 MAX_LISTED_BYTES: Final = 2 * 1024 * 1024
 
@@ -30,7 +30,7 @@ GIT: Final = (
     *("-c", "user.name=base", "-c", "user.email=base@localhost", "-c", "commit.gpgSign=false", "-c", "gc.auto=0"),
     *("-c", "core.autocrlf=false", "-c", "safe.directory=*", "-c", "init.defaultBranch=base"),
 )
-"""Git with nothing of what a repository may have configured, as far as a command line can say so."""
+"""Git without the configuration of a repository, as far as a command line can override it."""
 GIT_ENV: Final = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_CONFIG_NOSYSTEM": "1",
@@ -40,18 +40,19 @@ GIT_ENV: Final = {
 
 
 class BaseNotMade(Exception):
-    """The image or the row has no repository that a task could stand on."""
+    """The image or the row does not contain a usable repository."""
 
 
 class RepositoryBase(msgspec.Struct, frozen=True, kw_only=True):
-    """A task's repository: how it is made out of what its image has.
+    """A task's repository and how it is made from its image.
 
     Attributes:
-        repo_dir: where it is, absolute.
-        setup_patch: is applied first: the bug, where a task is made by putting one in.
-        hidden: files and folders that the agent never has: paths in the repository, or absolute ones.
-        unversioned: folders in the repository that are no part of it, and that no patch may touch: an environment.
-        sources: files in folders of tests that are no tests, and that a patch may change.
+        repo_dir: absolute path of the repository.
+        setup_patch: applied first: it introduces the bug if the task is made that way.
+        hidden: files and folders that the agent never sees: paths in the repository, or absolute ones.
+        unversioned: folders in the repository that are not part of it and that no patch may touch, such as an
+            environment.
+        sources: files in test folders that are not tests, and that a patch may change.
     """
 
     repo_dir: str
@@ -62,14 +63,14 @@ class RepositoryBase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def clean(self) -> str:
-        """Return the shell command that brings the working tree back to the last commit, but for empty folders."""
+        """Return the shell command that resets the working tree to the last commit, except for empty folders."""
         kept = " ".join(f"-e {quote('/' + each)}" for each in self.unversioned)
         left = f"{git('status --porcelain --ignored')} -- . {self._others}"
         return f'{git("reset -q --hard")} && {{ {git("clean -q -fdx")} {kept}; [ -z "$({left})" ]; }}'
 
     @property
     def add(self) -> str:
-        """Return the shell command that takes the whole working tree into the index, ignored files as well."""
+        """Return the shell command that adds the whole working tree to the index, including ignored files."""
         return f"{git('add -A -f')} -- . {self._others}"
 
     @property
@@ -78,26 +79,26 @@ class RepositoryBase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowTests(NamedTuple):
-    """Files in which the row's tests differ from the base: that the commit `TESTS` has, and that it has not."""
+    """Files in which the row's tests differ from the base: files in the commit `TESTS`, and files missing from it."""
 
     written: list[str]
     removed: list[str]
 
 
 async def make_base(sandbox: Sandbox, base: RepositoryBase, *, test_patch: str | None = None) -> RowTests:
-    """Make the repository one commit that is tagged `BASE`, without history, caches and what is hidden.
+    """Turn the repository into one commit tagged `BASE`, without history, caches and hidden files.
 
     Args:
-        sandbox: in which nobody has worked yet.
-        base: how it is made.
-        test_patch: for the evaluator's sandbox: it gets the commit `TESTS` as well, which has what is hidden from the
-            agent and this patch. None makes none.
+        sandbox: a sandbox that is still unused.
+        base: how the repository is made.
+        test_patch: for the evaluator's sandbox: it also gets the commit `TESTS`, with the hidden files and this patch.
+            None skips that commit.
 
     Returns:
-        What the commit `TESTS` has that `BASE` has not.
+        The files in which the commit `TESTS` differs from `BASE`.
 
     Raises:
-        BaseNotMade: there is no such repository, or a patch of the row does not apply to it.
+        BaseNotMade: the repository is missing, or a patch of the row does not apply to it.
         SandboxLost: the sandbox ended.
     """
     await _run(sandbox, base, f"{_forget(base)} && {git('init -q')}", "its history cannot be removed")
@@ -114,7 +115,7 @@ async def make_base(sandbox: Sandbox, base: RepositoryBase, *, test_patch: str |
         script = f'rm -rf {hidden} || [ -z "$(find {hidden} ! -type d 2>/dev/null)" ]'
         await _run(sandbox, base, script, "what is to be hidden cannot be removed")
     await _commit(sandbox, base, BASE)
-    if base.unversioned:  # no change that comes now has the same time as the stamp
+    if base.unversioned:  # later changes get another time than the stamp
         await _run(sandbox, base, f"touch {STAMP} && {{ sleep 0.1 || sleep 1; }}", "no file can be written in /tmp")
     if test_patch is None:
         return RowTests([], [])
@@ -127,15 +128,15 @@ async def make_base(sandbox: Sandbox, base: RepositoryBase, *, test_patch: str |
 
 
 def touched_unversioned(base: RepositoryBase) -> str:
-    """Return a shell command that prints something if a file of `unversioned` folders changed since `make_base`."""
+    """Return a shell command that prints something if a file in `unversioned` folders changed since `make_base`."""
     return f"find {' '.join(quote('./' + each) for each in base.unversioned)} -cnewer {STAMP} -print 2>&1 | head -n 1"
 
 
 def _forget(base: RepositoryBase) -> str:
-    """Return the shell command that removes history, bytecode of sources that are not there, and archives of pip.
+    """Return the shell command that removes history, bytecode without sources, and pip's archives.
 
-    Bytecode would tell what the repository was before its bug came in, or what hidden tests there are. Empty folders
-    may stay: under Apptainer none that its image has can be removed.
+    Bytecode would reveal the repository before its bug was introduced, or hidden tests. Empty folders may remain,
+    because Apptainer cannot remove folders of its image.
     """
     kept = "".join(f"-path {quote('./' + each)} -prune -o " for each in base.unversioned)
     found = f"find . {kept}\\( -name .git -o -name __pycache__ -o -name .pytest_cache \\) -prune -exec"
@@ -146,13 +147,13 @@ def _forget(base: RepositoryBase) -> str:
 
 
 async def _commit(sandbox: Sandbox, base: RepositoryBase, name: str) -> None:
-    """Commit all there is, and tag it."""
+    """Commit everything and tag the commit."""
     script = f"{base.add} && {git(f'commit -q --allow-empty -m {name}')} && {git(f'tag {name}')}"
     await _run(sandbox, base, script, "it cannot be committed")
 
 
 async def _apply(sandbox: Sandbox, base: RepositoryBase, patch: str, field: str) -> None:
-    """Apply a patch of the row, in the first of its forms that does. Raises BaseNotMade, with what its own said."""
+    """Apply a patch of the row in the first form that works. Raises BaseNotMade with the error of the original form."""
     failed = None
     for form in forms_of_patch(patch, field):
         try:
@@ -185,10 +186,10 @@ async def _run(sandbox: Sandbox, base: RepositoryBase, script: str, failed: str,
 
 
 def git(words: str) -> str:
-    """Return a shell command of git."""
+    """Return a git shell command."""
     return f"{' '.join(map(quote, GIT))} {words}"
 
 
 def quote(word: str) -> str:
-    """Return a word as a shell takes it, whatever is in it."""
+    """Return a word quoted for the shell, whatever it contains."""
     return "'" + word.replace("'", "'\"'\"'") + "'"

@@ -1,4 +1,4 @@
-"""Tests of a repository, as a task of software engineering brings them, and the verdict on their results. Pure."""
+"""Tests of a repository in a software engineering task, and the verdict on their results. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RunnerName = Literal["pytest", "django", "sympy"]
 
 
 class NamedTests(Tests, frozen=True, kw_only=True):
-    """Base of tests that are asked for by name, with one of the repository's runners.
+    """Base class of tests requested by name, with one of the repository's runners.
 
-    `arguments` are the runner's. `fail_to_pass` failed before the change that is asked for, and pass with it;
-    `pass_to_pass` passed before, and still do. `script` is run by bash before them, in the repository: what it exports
-    holds for them, and what fails in it does not matter.
+    `arguments` are for the runner. `fail_to_pass` tests failed before the requested change and pass with it;
+    `pass_to_pass` tests passed before and still do. Bash runs `script` before the tests, in the repository. Its exports
+    apply to the tests, and its failures are ignored.
     """
 
     runner: ClassVar[RunnerName]
@@ -44,24 +44,24 @@ class NamedTests(Tests, frozen=True, kw_only=True):
 
     @property
     def solves(self) -> frozenset[str]:
-        """Return the results that count as passed, of tests that are to pass now."""
+        """Return the results that count as passed for `fail_to_pass` tests."""
         return frozenset({"passed"})
 
     @property
     def keeps(self) -> frozenset[str]:
-        """Return the results that count as passed, of tests that are to pass still."""
+        """Return the results that count as passed for `pass_to_pass` tests."""
         return frozenset({"passed"})
 
     @staticmethod
     def names(test_id: str) -> list[str]:
-        """Return the names under which a row may have a test, its own first."""
+        """Return the names that a row may use for a test, starting with the test's own name."""
         return [test_id]
 
 
 class PytestTests(NamedTests, frozen=True, kw_only=True, tag="pytest"):
     """Tests that pytest runs, by node id (`tests/test_x.py::TestA::test_b[1]`).
 
-    `strict` is for rows whose tests all passed when they were made: then nothing but a pass counts.
+    `strict` is for rows whose tests all passed at creation: then only a pass counts.
     """
 
     runner = "pytest"
@@ -81,10 +81,10 @@ class PytestTests(NamedTests, frozen=True, kw_only=True, tag="pytest"):
 
 
 class DjangoTests(NamedTests, frozen=True, kw_only=True, tag="django"):
-    """Tests that Django's tests/runtests.py runs, as a log of unittest has them.
+    """Tests that Django's tests/runtests.py runs, named as in a unittest log.
 
-    That is the last line of a test's description: `test_a (app.tests.B)`, from Python 3.11 on `test_a
-    (app.tests.B.test_a)`, or the first line of a docstring. A failure that is expected is no pass there.
+    The name is the last line of a test's description: `test_a (app.tests.B)`, from Python 3.11 on `test_a
+    (app.tests.B.test_a)`, or the first line of a docstring. An expected failure does not count as a pass.
     """
 
     runner = "django"
@@ -95,17 +95,16 @@ class DjangoTests(NamedTests, frozen=True, kw_only=True, tag="django"):
 
 
 class SympyTests(NamedTests, frozen=True, kw_only=True, tag="sympy"):
-    """Tests that SymPy's own runner runs, by the names of their functions; a skip is no pass there."""
+    """Tests that SymPy's own runner runs, by the names of their functions; a skip does not count as a pass."""
 
     runner = "sympy"
 
 
 class ResultMapTests(Tests, frozen=True, kw_only=True, tag="result_map"):
-    """Tests of pytest whose results as a whole must be as they are expected, as R2E-Gym has it.
+    """Tests of pytest whose complete results must match the expected ones, as in R2E-Gym.
 
-    `expected` has `PASSED`, `FAILED` or `ERROR` for each test that was neither skipped nor marked as one that fails, by
-    its name without its file (`TestA.test_b[1]`). A test that passes where a failure is expected is wrong as well, and
-    so is one that is not expected.
+    `expected` has `PASSED`, `FAILED` or `ERROR` for each test that was neither skipped nor marked as failing, by its
+    name without its file (`TestA.test_b[1]`). An unexpected pass and an unexpected test are both wrong.
     """
 
     arguments: list[str]
@@ -125,16 +124,16 @@ RepositoryTests = PytestTests | DjangoTests | SympyTests | ResultMapTests
 
 
 def verdict_on(tests: RepositoryTests, reported: Sequence[TestResult], *, tampered: str = "") -> Verdict:
-    """Return the verdict on what the runner reported, by the rules of the kind of tests."""
+    """Return the verdict on the runner's results, by the rules of this kind of tests."""
     if isinstance(tests, ResultMapTests):
         return verdict_of_map(tests.expected, result_map(reported), tampered=tampered)
     return verdict_of(tests, results_by_id(reported, tests.test_ids, tests.names), tampered=tampered)
 
 
 def log_names(test_id: str) -> list[str]:
-    """Return the names under which the parsers of SWE-bench's logs know a test of pytest, its own first.
+    """Return the names that SWE-bench's log parsers may give a pytest test, starting with its own name.
 
-    Rows were made from such logs: they have the first word of an id, or the last part of a path that is a parameter, or
+    Rows were made from such logs. They contain the first word of an id, or the last part of a path parameter, or
     (matplotlib) a button by its number.
     """
     word = (test_id.split() or [""])[0]
@@ -155,8 +154,8 @@ def results_by_id(
 ) -> dict[str, TestResult]:
     """Return the result of each wanted test.
 
-    A row may have an id as its benchmark's log had it (`names` of one); tests that share such a name count as one, with
-    the worst of their results. Or it is cut in its parameter: then all tests that begin so must pass, or none.
+    A row may contain an id in its benchmark's log form (one of `names`). Tests that share such a name count as one,
+    with their worst result. An id may also be truncated in its parameter; then all tests that begin with it must pass.
     """
     found: dict[str, TestResult] = {}
     in_logs: dict[str, TestResult] = {}
@@ -183,11 +182,11 @@ def _keep_worst(results: dict[str, TestResult], name: str, result: TestResult) -
 _COLOUR: Final = re.compile(r"\x1b\[\d+m")
 _IN_MAP: Final = {"passed": "PASSED", "failed": "FAILED", "timed_out": "FAILED", "error": "ERROR"}
 _RANK: Final = {"PASSED": 0, "ERROR": 1, "FAILED": 2}
-"""The order in which pytest lists them at its end, where the last of a name counts."""
+"""The order in which pytest lists them at its end; the last result of a name counts."""
 
 
 def result_map(reported: Iterable[TestResult]) -> dict[str, str]:
-    """Return what R2E-Gym reads out of pytest's summary: the status of each test that passed, failed or had an error.
+    """Return R2E-Gym's reading of pytest's summary: the status of each test that passed, failed or had an error.
 
     The name of a file that cannot be collected is empty.
     """
@@ -200,10 +199,11 @@ def result_map(reported: Iterable[TestResult]) -> dict[str, str]:
 
 
 def verdict_of_map(expected: Mapping[str, str], found: Mapping[str, str], *, tampered: str = "") -> Verdict:
-    """Return the verdict on a map of results: resolved if it equals the expected one.
+    """Return the verdict on a map of results: resolved if it equals the expected map.
 
-    Names are compared as R2E-Gym does: without colours, and without what follows ` - `. It compares the number of
-    names, and then those that it found; so there a file that cannot be collected makes up for a missing test. Not here.
+    Names are compared as in R2E-Gym: without colours, and without the text after ` - `. R2E-Gym compares the number of
+    names, and then only the names that it found, so a file that cannot be collected can compensate for a missing test.
+    This function does not allow that.
     """
     wanted, got = _short(expected), _short(found)
     judged = [
@@ -225,10 +225,10 @@ def _short(results: Mapping[str, str]) -> dict[str, str]:
 
 
 def verdict_of(tests: NamedTests, results: Mapping[str, TestResult], *, tampered: str = "") -> Verdict:
-    """Return the verdict, as SWE-bench 5.0 has it.
+    """Return the verdict by the rules of SWE-bench 5.0.
 
-    A test that is to pass now passes; missing, skipped, failed and error are none of that. One that is to pass still
-    may be skipped as well. In pytest, a test that fails as it is expected to (`xfailed`) has passed.
+    A `fail_to_pass` test must pass; missing, skipped, failed and error do not count. A `pass_to_pass` test may also be
+    skipped. In pytest, an expected failure (`xfailed`) counts as passed.
     """
     judged = []
     asked_for = set(tests.fail_to_pass)

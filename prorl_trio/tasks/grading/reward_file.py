@@ -1,4 +1,4 @@
-"""Reward files: `reward.json` and `reward.txt`, as a task's own verifier writes them."""
+"""Reward files, as written by a task's own verifier: `reward.json` and `reward.txt`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import msgspec
 from prorl_ipc.wire import UNDECODABLE
 
 REWARD_FILES: Final = ("reward.json", "reward.txt")
-"""By name, in the order in which they are looked for."""
+"""File names in the order in which they are tried."""
 MAX_REWARD_BYTES: Final = 64 * 1024
 
 
 def parse_rewards(name: str, content: bytes) -> dict[str, float]:
-    """Return the rewards that a file has, by key; a plain number has the key `reward`.
+    """Return the rewards in a file by key; a plain number has the key `reward`.
 
     Raises:
-        ValueError: it is empty, no number, or no table of numbers, or a number in it is not finite.
+        ValueError: the file is empty, is neither a number nor a table of numbers, or contains a number that is not
+            finite.
     """
     if not content.strip():
         raise ValueError(f"{name} is empty")
@@ -52,10 +53,10 @@ def _number(name: str, key: str, value: Any) -> float:
 
 
 def scalar_reward(rewards: dict[str, float]) -> float:
-    """Return the one reward: the key `reward`, or the only one there is.
+    """Return the single reward: the key `reward`, or the only key.
 
     Raises:
-        ValueError: there are several, and none is called so.
+        ValueError: there are several keys, but not `reward`.
     """
     if "reward" in rewards:
         return rewards["reward"]

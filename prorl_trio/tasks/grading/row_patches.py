@@ -1,8 +1,8 @@
-"""Patches that come with a row, read before any rollout: hunks, the last line, and the ends of lines. Pure.
+"""Patches in a row, checked before any rollout: hunks, the last line, and line endings. Pure.
 
-A patch that was cut or stripped on its way into a data set is told when the row is loaded or submitted, and not by
-`git apply` in an evaluation. What can be mended without a guess is: a last line without its newline, and empty lines of
-context that were stripped off the end.
+A data set may contain truncated or stripped patches. They are detected when the row is loaded or submitted, instead of
+by `git apply` during an evaluation. Two defects can be repaired without guessing: a last line without newline, and
+empty context lines stripped off the end.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SIGNATURE: Final = re.compile(r"--\s*")
 def read_patch(text: str, field: str) -> str:
     """Return a row's unified diff, complete; empty if it is empty.
 
-    Lines before the first header, and those of a mail after `-- `, are none of it. Everything else is: the lines of
-    each hunk are as many as its head says.
+    Lines before the first header, and a mail's lines after `-- `, are dropped. Everything else must be part of the
+    diff, with as many lines in each hunk as its head states.
 
     Raises:
-        ValueError: it is no patch, or one that git would not take; with the field, the line and what to do.
+        ValueError: it is not a patch, or git would reject it; the message contains the field, the line and the remedy.
     """
     if not text.strip():
         return ""
@@ -56,12 +56,12 @@ def read_patch(text: str, field: str) -> str:
 
 
 def _read_hunk(lines: list[str], number: int, head: re.Match[str], field: str) -> int:
-    """Return the number of the line after a hunk; blank lines that were stripped off the end are put back."""
+    """Return the number of the line after a hunk; blank lines that were stripped off the end are restored."""
     begins = number
     old, new = int(head[2] or 1), int(head[4] or 1)
     while old > 0 or new > 0:
         if number == len(lines):
-            if old != new or not lines[-1].strip():  # nothing was stripped off a blank line
+            if old != new or not lines[-1].strip():  # a stripped hunk does not end in a blank line
                 raise _bad(field, begins, f"the hunk has {old} old and {new} new lines fewer than its head counts")
             lines += [" "] * old
             return len(lines)
@@ -83,15 +83,15 @@ def _bad(field: str, number: int, what: str) -> ValueError:
 
 
 def with_last_newline(text: str) -> str:
-    """Return a patch whose last line ends as git wants it."""
+    """Return a patch with the final newline that git requires."""
     return text if not text or text.endswith("\n") else text + "\n"
 
 
 def forms_of_patch(text: str, field: str) -> Iterator[str]:
-    """Yield the forms in which a row's patch may apply, as it is first.
+    """Yield the forms in which a row's patch may apply, starting with the original.
 
-    A text whose lines all end in CRLF may be a patch that a checkout has changed: its headers alone then are to end in
-    LF, if the files do end in CRLF, or all of its lines. Errors as `read_patch`.
+    If all lines of a text end in CRLF, a checkout may have converted the patch. Then either only its headers must end
+    in LF, if the files do end in CRLF, or all of its lines. Raises the same errors as `read_patch`.
     """
     whole = read_patch(text, field)
     if not whole:

@@ -1,4 +1,4 @@
-"""Runners of a repository's tests: the driver of each, where it runs, and the canaries that it runs as tests. Pure."""
+"""Runners of a repository's tests: their drivers, requirements and canaries. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Canaries(NamedTuple):
-    """Tests that must fail: their files, by path in the repository, and the arguments that run them around others."""
+    """Tests that must fail: their files by path in the repository, and arguments that run them around others."""
 
     files: dict[str, str]
     arguments: list[str]
@@ -24,11 +24,11 @@ class Runner(NamedTuple):
 
     Attributes:
         driver: the program of `drivers` that reports their results.
-        look: code of Python; it exits with 0 where the driver runs. Empty: the driver's own `look` does, which prints
-            what the driver needs to know of the repository before the patch comes in.
-        needs: what that takes, in words.
-        canaries: the number of tests that must fail, all of them with the canary's name in their ids.
-        place: returns the canaries of a name around the tests that some arguments mean, before and after them.
+        look: Python code that exits with 0 if the driver can run. Empty: the driver's own `look` is used, which prints
+            the required facts about the repository before the patch is applied.
+        needs: a description of the requirements.
+        canaries: the number of tests that must fail; their ids all contain the canary's name.
+        place: returns the canaries of a name, to run before and after the tests selected by some arguments.
     """
 
     driver: str
@@ -129,7 +129,7 @@ class WithoutDatabase(Canary, SimpleTestCase):
 class Plain(Canary, unittest.TestCase):
     pass
 """
-"""Django runs tests with a database first and those of plain unittest last, so each module has all kinds."""
+"""Django runs tests with a database first and plain unittest tests last, so each module contains all kinds."""
 
 SYMPY_CANARY: Final = """\
 import random
@@ -159,11 +159,11 @@ def test_by_raises():
 def test_by_exception():
     raise ZeroDivisionError(NUMBER)
 """
-"""Its functions have the canary's name in theirs, for that is all that SymPy says of a test."""
+"""Its functions contain the canary's name, because SymPy reports only the function's name."""
 
 
 def _around_files(arguments: Sequence[str], canary: str) -> Canaries:
-    """Files beside the first of the row's."""
+    """Place files next to the row's first file."""
     folder = ""
     for argument in arguments:
         path = argument.partition("::")[0]
@@ -175,7 +175,7 @@ def _around_files(arguments: Sequence[str], canary: str) -> Canaries:
 
 
 def _around_labels(arguments: Sequence[str], canary: str) -> Canaries:
-    """Packages of their own, for they must not be of an application that the row's tests have."""
+    """Place separate packages, because the canaries must not belong to an application of the row's tests."""
     options = [each for each in arguments if each.startswith("-")]
     labels = [each for each in arguments if not each.startswith("-")]
     first, last = (f"{canary}_{place}" for place in ("first", "last"))
@@ -185,7 +185,7 @@ def _around_labels(arguments: Sequence[str], canary: str) -> Canaries:
 
 
 def _around_sorted_files(arguments: Sequence[str], canary: str) -> Canaries:
-    """Files whose folders come before and after all others: SymPy sorts them."""
+    """Place files in folders that sort before and after all others, because SymPy sorts files."""
     first, last = (f"sympy/{at}_{canary}_{place}/test_it.py" for at, place in (("0", "first"), ("zz", "last")))
     text = SYMPY_CANARY.replace("def test_", f"def {canary}_")
     return Canaries(dict.fromkeys((first, last), text), [first, *arguments, last])

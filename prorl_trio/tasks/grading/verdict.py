@@ -1,4 +1,4 @@
-"""Verdicts: what each test of an answer came to, and what all of them come to."""
+"""Verdicts: the result of each test of an answer, and the overall result."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 TestStatus = Literal[
     "passed", "failed", "error", "skipped", "xfailed", "xpassed", "timed_out", "lost", "not_run", "missing"
 ]
-"""`error`: it ended by itself, but not by a comparison. `lost`: it ended its sandbox. `not_run`: a test before it
-decided, or used up the time for all tests. `missing`: it should have been reported, and was not."""
+"""`error`: it ended by itself, but not by a comparison. `lost`: it ended its sandbox. `not_run`: an earlier test
+decided, or used up the time for all tests. `missing`: it was not reported."""
 
 MAX_TEST_MESSAGE_CHARS: Final = 500
 MAX_LISTED: Final = 200
-"""Tests that `Verdict.details` lists."""
+"""Number of tests listed in `Verdict.details`."""
 
 
 class TestResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one test. `seconds` is wall time, as far as it was measured for the test alone."""
+    """The result of one test. `seconds` is wall time, if it was measured separately for the test."""
 
-    __test__ = False  # the name is the field's; pytest is not to collect it
+    __test__ = False  # the name is the field's term; pytest must not collect it
 
     test_id: str
     status: TestStatus
@@ -29,10 +29,10 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A verifier's finding. Where it found nothing, there is none, but an error.
+    """A verifier's verdict. If the verifier cannot reach one, it raises an error instead.
 
-    `tests` are all tests that there should have been. `tampered` says how the candidate was caught at making tests pass
-    that must fail; nothing of it counts then.
+    `tests` are all expected tests. `tampered` describes how the candidate was caught making tests pass that must fail;
+    all results are then void.
     """
 
     tests: list[TestResult]
@@ -40,23 +40,23 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> int:
-        """Return the number of tests that passed; none if it was tampered with."""
+        """Return the number of tests that passed; 0 after tampering."""
         return 0 if self.tampered else sum(test.status == "passed" for test in self.tests)
 
     @property
     def fraction(self) -> float:
-        """Return the share of the tests that passed, 0 to 1; 0 if there are none."""
+        """Return the share of the tests that passed, 0 to 1; 0 without tests."""
         return self.passed / len(self.tests) if self.tests else 0.0
 
     @property
     def resolved(self) -> bool:
-        """Return whether there are tests and all of them passed."""
+        """Return whether there are tests and all passed."""
         return bool(self.tests) and self.passed == len(self.tests)
 
     def details(self) -> dict[str, Any]:
         """Return the verdict for `Outcome.details`: the counts, and the first tests that did not pass.
 
-        Halves of characters in what a candidate said, which have no form on the wire, become question marks.
+        Lone surrogates in the candidate's output, which cannot be encoded, become question marks.
         """
         failed = [
             {

@@ -1,17 +1,17 @@
-"""A sandbox of the evaluator's own: what it puts there, what the candidate does there, and whose doing an end is.
+"""The evaluator's own sandbox: its files, the candidate's programs in it, and the attribution of each end.
 
-Before the candidate's code runs, nothing in this sandbox is the policy's doing: an error is infrastructure, and there
-is no verdict. Once it runs, its time, its crash and the end of the sandbox from inside are the candidate's: the test
-has failed. The end of the sandbox from outside remains an error, without a verdict.
+Before the candidate's code runs, the policy cannot influence this sandbox: an error is infrastructure, and there is no
+verdict. Afterwards, a time-out, a crash and the end of the sandbox from inside are attributed to the candidate, and the
+test has failed. The end of the sandbox from outside remains an error without a verdict.
 
-Who killed a program (SIGKILL) that ran into no limit cannot be told: the candidate, or the machine, out of memory. So
-the answer is graded once more, in fresh sandboxes; who is killed there as well has failed.
+If a program is killed (SIGKILL) without reaching a limit, the cause is unknown: the candidate, or the machine out of
+memory. The answer is then graded once more in fresh sandboxes; a second kill counts as a failure.
 
-The machine's load is not the candidate's doing either. A program is judged by its own time: the time that passes
-without that in which it waits for a CPU (`prorl_daemon.exec`). Its wall time is a backstop, `BACKSTOP_FACTOR`
-times as long; a program that reaches it had no CPU, and there is no verdict. Unless its CPU time alone shows that a
-program is too slow, the answer is graded once more, with one such second try at a time: if the program was idle for
-most of its time, or if it was right and late on a CPU that it shared.
+The machine's load is not attributed to the candidate either. A program is judged by its own time, which excludes
+waiting for a CPU (`prorl_daemon.exec`). Its wall time is a backstop, `BACKSTOP_FACTOR` times as long; a program that
+reaches it lacked CPU, and no verdict is possible. In two cases a slow program is graded once more: if it was idle for
+most of its time, or if it was right but late on a shared CPU. If its CPU time alone shows that it is too slow, there is
+no second try. Only one such second try runs at a time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
 
 DRIVERS_DIR: Final = "/tmp/grading"
-"""The folder of the drivers, inside."""
+"""The folder of the drivers inside the sandbox."""
 PACKAGE: Final = "grading_drivers"
 
 KILLED: Final = 128 + signal.SIGKILL
 DRIVER_TIMEOUT_S: Final = 86_400.0
-"""A backstop: each question to a driver has a limit of its own."""
+"""A backstop: each request to a driver has its own limit."""
 ALONE_TIMEOUT_S: Final = 900.0
-"""For a turn to be graded alone, when the line is long."""
+"""Longest wait for a turn to be graded alone."""
 BACKSTOP_FACTOR: Final = 20
 BACKSTOP_LEAST_S: Final = 60.0
 MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
@@ -57,17 +57,18 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ProgramKilled(Exception):
-    """A program of the evaluation was killed, and no limit of its sandbox says why."""
+    """A program of the evaluation was killed, and no limit of its sandbox explains the kill."""
 
 
 class ProgramLate(ProgramKilled):
-    """A program was too slow, and the load of the machine may have made it so."""
+    """A program was too slow, possibly because of the machine's load."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a program of the candidate's.
+    """The result of a candidate's program.
 
-    `refused`: the sandbox lives, but does not start it any more. `is_late`: it ended by itself, after its time.
+    `refused`: the sandbox is alive but no longer starts programs. `is_late`: the program exited by itself, after its
+    time.
     """
 
     ended: End
@@ -80,27 +81,27 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench(Protocol):
-    """A source of sandboxes and time for an evaluation. A node's job has them in its `RolloutContext`."""
+    """A source of sandboxes and time for an evaluation. On a node, a job's `RolloutContext` provides it."""
 
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
-        """Open a sandbox that nobody has used; on leaving the block nothing of it is left.
+        """Open an unused sandbox, which is completely removed after the block.
 
         Raises:
-            SandboxUnavailable: it does not start.
+            SandboxUnavailable: the sandbox does not start.
         """
 
     def waiting(self, what: str, charge: Charge) -> AbstractContextManager[None]:
-        """Show, while the block runs, that `what` is waited for, and charge the time."""
+        """Display a wait for `what` during the block, and charge the time."""
 
     def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> AbstractContextManager[None]:
-        """Show a wait as `waiting` does, and charge it to no budget. The caller sees to `at_most_s`."""
+        """Display a wait like `waiting`, without charging any budget. The caller enforces `at_most_s`."""
 
     def stage_left_s(self) -> float:
-        """Return the seconds that are left for the evaluation; infinite without a limit."""
+        """Return the remaining seconds for the evaluation; infinite without a limit."""
 
 
 class Verifier:
-    """A sandbox in which the agent has never been. Made by `open_verifier`."""
+    """A sandbox that the agent has never used. Created by `open_verifier`."""
 
     def __init__(self, bench: Bench, sandbox: Sandbox, *, last_try: bool) -> None:
         self._bench = bench
@@ -109,10 +110,10 @@ class Verifier:
         self.sandbox = sandbox
 
     async def place(self, contents: Mapping[str, bytes]) -> None:
-        """Write files, by absolute path, before anything of the candidate runs.
+        """Write files by absolute path, before any code of the candidate runs.
 
         Raises:
-            EvaluationError, SandboxLost: that is not possible. There is no verdict.
+            EvaluationError, SandboxLost: the files cannot be written. No verdict is possible.
         """
         try:
             with self._bench.waiting("files of the evaluation", "evaluator"):
@@ -122,15 +123,15 @@ class Verifier:
             raise EvaluationError(f"the evaluator's sandbox does not take its files: {exc}") from exc
 
     async def place_drivers(self, *modules: str) -> None:
-        """Write these programs of `drivers`. Errors as `place`."""
+        """Write these programs of `drivers`. Raises the same errors as `place`."""
         folder = files("prorl_trio.tasks.grading") / "drivers"
         names = [f"{each}.py" for each in ("__init__", *modules)]
         await self.place({f"{DRIVERS_DIR}/{PACKAGE}/{name}": (folder / name).read_bytes() for name in names})
 
     def charged_to_agent(self, limit_s: float) -> AbstractContextManager[None]:
-        """Show that the candidate's code is waited for, which may use `limit_s` of its own time.
+        """Display a wait for the candidate's code, which may use `limit_s` of its own time.
 
-        Its time is the policy's, and no budget's: the tests' own limits bound it.
+        The time belongs to the policy and is not charged to a budget: the tests' own limits bound it.
         """
         at_most_s = backstop_s(limit_s) + BACKSTOP_LEAST_S
         return self._bench.standing_in_line("the candidate's program", "agent_budget", at_most_s=at_most_s)
@@ -145,12 +146,12 @@ class Verifier:
         env: Mapping[str, str] | None = None,
         max_stdout_bytes: int = MAX_OUTPUT_BYTES,
     ) -> Run:
-        """Run a program of the candidate's, which may use `timeout_s` of its own time.
+        """Run a candidate's program, which may use `timeout_s` of its own time.
 
         Raises:
-            SandboxLost: not from inside. There is no verdict.
-            EvaluationError: it is the first, and is not there; or the machine had no CPU for it. There is no verdict.
-            ProgramKilled: it was killed, or may have been too slow by the machine's load, and there is another try.
+            SandboxLost: the cause lies outside the sandbox. No verdict is possible.
+            EvaluationError: the first program is missing, or the machine had no CPU for it. No verdict is possible.
+            ProgramKilled: it was killed, or may have been slowed down by the machine's load, and another try is left.
         """
         started_s = trio.current_time()
         stdout = _Capture(max_stdout_bytes) if max_stdout_bytes > MAX_OUTPUT_BYTES else None
@@ -194,9 +195,9 @@ class Verifier:
         )
 
     def check_end(self, program: str, result: ExecResult) -> None:
-        """Raise `ProgramKilled` if the program was killed, no limit says why, and there is another try.
+        """Raise `ProgramKilled` if the program was killed, no limit explains it, and another try is left.
 
-        Likewise `ProgramLate` if it had to be ended, and was idle for most of its time.
+        Likewise raise `ProgramLate` if it had to be ended and was idle for most of its time.
         """
         if self._last_try:
             return
@@ -205,16 +206,16 @@ class Verifier:
             raise ProgramLate(f"{program} was too slow, with {result.cpu_s:.1f} s of CPU in {result.own_s:.1f} s")
 
     def check_late(self, is_late: bool, what: str) -> bool:
-        """Return whether what is right came too late. Raises ProgramLate if so, and there is another try."""
+        """Return whether a correct result came too late. Raises ProgramLate if so and another try is left."""
         if is_late and not self._last_try:
             raise ProgramLate(f"{what} is right, and late")
         return is_late
 
     async def read_back(self, path: str, *, max_bytes: int) -> bytes | None:
-        """Return a file that the candidate's programs were to write; None if there is none, or it is too long.
+        """Return a file written by the candidate's programs; None if it is missing or too long.
 
         Raises:
-            SandboxLost: not from inside. There is no verdict.
+            SandboxLost: the cause lies outside the sandbox. No verdict is possible.
         """
         try:
             return await self.sandbox.read_file(path, max_bytes=max_bytes)
@@ -227,28 +228,28 @@ class Verifier:
 
     @asynccontextmanager
     async def open_driver(self, name: str, *arguments: str) -> AsyncIterator[Program]:
-        """Run a driver to talk to, by lines. What it is sent says how much time it has for the answer."""
+        """Run a driver as a line-based dialogue. Each request states the time limit of its answer."""
         argv, is_lenient = driver_argv(name, *arguments), not self._last_try
         async with self.sandbox.open_program(argv, timeout_s=DRIVER_TIMEOUT_S, lenient=is_lenient) as program:
             yield program
 
 
 class _TooLong(Exception):
-    """A program has written more than is read."""
+    """A program has written more than the limit."""
 
 
 class _Capture:
-    """A program's stdout, which is longer than a result has room for."""
+    """A program's stdout that is too long for an `ExecResult`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.output = bytearray()
 
     def take(self, stream: str, data: bytes) -> None:
-        """Take the next piece.
+        """Append the next piece.
 
         Raises:
-            _TooLong: there is more than `max_bytes`. That ends the program.
+            _TooLong: the total exceeds `max_bytes`. That ends the program.
         """
         if stream == "stdout":
             self.output += data
@@ -257,12 +258,12 @@ class _Capture:
 
 
 def backstop_s(limit_s: float) -> float:
-    """Return the wall time after which a program is ended that may use `limit_s` of its own time."""
+    """Return the wall time after which a program with a limit of `limit_s` of its own time is ended."""
     return max(BACKSTOP_FACTOR * limit_s, BACKSTOP_LEAST_S)
 
 
 def check_end(program: str, result: ExecResult) -> None:
-    """Raise `ProgramKilled` if the program was killed, and no limit of its sandbox says why."""
+    """Raise `ProgramKilled` if the program was killed, and no limit of its sandbox explains it."""
     if result.exit_code == KILLED and not result.breach:
         raise ProgramKilled(f"{program} was killed, and no limit of its sandbox says why")
 
@@ -270,8 +271,8 @@ def check_end(program: str, result: ExecResult) -> None:
 def driver_argv(name: str, *arguments: str, isolated: bool = True, entry: str = "main") -> list[str]:
     """Return the command line of a driver.
 
-    It is run by isolated Python, so that nothing beside the candidate's file is imported; unless a repository's tests
-    need what its environment says to Python. Then, too, the present directory is not on its path.
+    It uses isolated Python, so that nothing next to the candidate's file is imported. Tests of a repository may need
+    Python's environment variables; then only the current directory is removed from the path.
     """
     find = f"import sys; sys.path[:] = [{DRIVERS_DIR!r}, *filter(None, sys.path)]; from {PACKAGE}.{name} import {entry}"
     return ["python3", *(["-I"] if isolated else []), "-c", f"{find}; del sys.path[0]; {entry}()", *arguments]
@@ -282,24 +283,24 @@ async def open_verifier(bench: Bench, spec: SandboxSpec, *, last_try: bool = Tru
     """Open a sandbox for the evaluation of an answer.
 
     Raises:
-        SandboxUnavailable: it does not start. There is no verdict.
+        SandboxUnavailable: it does not start. No verdict is possible.
     """
     async with bench.open_sandbox(spec) as sandbox:
         yield Verifier(bench, sandbox, last_try=last_try)
 
 
 class Action(Protocol[T_co]):
-    """A piece of an evaluation. At the last try it takes the kill or the time-out of a program for what it is."""
+    """A part of an evaluation. On the last try, a kill or a time-out of a program counts as its result."""
 
     async def __call__(self, *, last_try: bool) -> T_co:
-        """Return what it comes to. Raises ProgramKilled, unless it is the last try."""
+        """Return its result. Raises ProgramKilled unless it is the last try."""
 
 
 async def again_if_killed(context: RolloutContext, action: Action[T_co]) -> T_co:
-    """Return what `action` comes to, at a second try if the first was cut short by a kill that nothing explains.
+    """Return the result of `action`, with a second try if an unexplained kill cut the first one short.
 
-    Likewise if a program was too slow by the load of the machine, perhaps. Then its second try is alone: of all such
-    tries in this process, one is made at a time, and the wait is charged to no budget.
+    The second try also happens if the machine's load may have slowed a program. It then runs alone: this process makes
+    only one such try at a time, and the wait is not charged to a budget.
     """
     try:
         return await action(last_try=False)
@@ -320,9 +321,9 @@ _TURN: Final = trio.lowlevel.RunVar[trio.Lock]("grading_alone")
 
 @asynccontextmanager
 async def _alone(context: RolloutContext) -> AsyncIterator[None]:
-    """Hold the turn of this process's tries that are made alone. Where none comes in time, a try has company.
+    """Hold the turn of this process' exclusive tries. If no turn comes in time, the try runs concurrently.
 
-    Else programs that do nothing until their time is over would keep others, or their own kind, from a verdict.
+    Otherwise programs that idle until their time-out would keep other answers from a verdict.
     """
     try:
         turn = _TURN.get()

@@ -1,1 +1,1 @@
-"""Agent handlers: what a task is, how it is worked on, how it is scored."""
+"""Agent handlers: the definition of a task, the agent's work on it, and its score."""

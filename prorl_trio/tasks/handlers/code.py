@@ -1,4 +1,4 @@
-"""Code: an agent with bash, IPython and an editor writes a module, which is graded where the agent has never been."""
+"""Code: an agent with bash, IPython and an editor writes a module, which is graded in a separate sandbox."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FOLDER: Final = os.path.dirname(SOLUTION_PATH)
 FOLDER_TIMEOUT_S: Final = 30.0
 MAX_SOLUTION_BYTES: Final = 512 * 1024
-"""A longer solution is none."""
+"""Longer solutions are treated as no solution."""
 
 SYSTEM_PROMPT: Final = "You are a careful programmer. You write Python, run it, and test it before you are done."
 
@@ -43,7 +43,7 @@ the code in your last message."""
 NUDGE: Final = f"Go on with the tools. When {SOLUTION_PATH} is right, call finish."
 
 CHOOSER: Final = "prorl_trio.tasks.handlers.code_answer:choose"
-"""By name: it parses the policy's text, in a process that can be killed."""
+"""Given by name, because it parses the policy's text and must run in a process that can be killed."""
 FENCES: Final = ("```", "~~~")
 
 
@@ -52,13 +52,13 @@ class CodePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         prompt: the problem.
-        tests: those that the solution must pass; `kind` says of which sort (see `prorl_trio.tasks.grading.code_tests`).
+        tests: tests that the solution must pass; `kind` selects their type (see `prorl_trio.tasks.grading.code_tests`).
             The agent never sees them.
-        starter: the content that the solution's file has when the agent begins; empty for no file.
-        partial_credit: the reward is the fraction of the tests that pass, not 1 for all and 0 otherwise.
-        image: of the agent's sandbox and of the verifier's; empty is the node's own.
-        system_prompt: replaces ours.
-        instruction: what follows the problem in the user's message, in place of ours.
+        starter: the initial content of the solution's file; empty for no file.
+        partial_credit: the reward is the fraction of passed tests instead of 1 for all and 0 otherwise.
+        image: for the sandboxes of the agent and the verifier; empty selects the node's default.
+        system_prompt: replaces the handler's own.
+        instruction: follows the problem in the user's message; replaces the handler's own.
     """
 
     prompt: str
@@ -75,16 +75,15 @@ class CodePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class CodeHandler(AgentHandler):
-    """HumanEval-, LiveCodeBench- and BigCodeBench-like problems: one module, and tests that decide."""
+    """Problems like HumanEval, LiveCodeBench and BigCodeBench: one module, graded by tests."""
 
     name = "code"
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`."""
         _payload(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The instance's image or the node's, without a network unless the node allows one."""
+        """Return the instance's image or the node's default, without a network unless the node allows it."""
         sandbox = context.resources.config.sandbox
         return SandboxSpec(
             image=_payload(context.spec.instance.payload).image or sandbox.image,
@@ -94,7 +93,7 @@ class CodeHandler(AgentHandler):
         )
 
     async def init(self, context: RolloutContext) -> None:
-        """Put the solution's file into its place, or at least make its folder."""
+        """Write the solution's initial file, or at least create its folder."""
         assert context.sandbox is not None
         starter = _payload(context.spec.instance.payload).starter
         if starter:
@@ -106,7 +105,7 @@ class CodeHandler(AgentHandler):
             raise SandboxUnavailable(f"image {self.sandbox_spec(context).image}: {FOLDER} cannot be made: {said}")
 
     async def run(self, context: RolloutContext) -> None:
-        """Let the agent work, and take its solution out of its sandbox."""
+        """Let the agent work, and read its solution from its sandbox."""
         payload = _payload(context.spec.instance.payload)
         instruction = worded(context, payload.instruction, INSTRUCTION, FOR_PROGRAMS)
         messages = [
@@ -121,14 +120,14 @@ class CodeHandler(AgentHandler):
         await self.collect(context)
 
     async def collect(self, context: RolloutContext) -> None:
-        """Make `answer` the solution: the file, unless it is as the agent found it, else the code given to finish."""
+        """Set `answer` to the solution: the file if the agent changed it, else the code passed to finish."""
         assert context.sandbox is not None
         starter = _payload(context.spec.instance.payload).starter
         finished = context.answer
         context.answer = None
         try:
             written = await context.sandbox.read_file(SOLUTION_PATH, max_bytes=MAX_SOLUTION_BYTES)
-        except (OSError, ValueError, SandboxCallFailed) as exc:  # whatever it is now, the policy has made it so
+        except (OSError, ValueError, SandboxCallFailed) as exc:  # whatever is there now, the policy made it
             context.log_evaluation(f"{SOLUTION_PATH}: {exc}\n")
         else:
             text = written.decode(errors="replace")
@@ -140,7 +139,7 @@ class CodeHandler(AgentHandler):
             context.answer = None
 
     async def _program_in(self, context: RolloutContext, finished: str) -> str:
-        """Return the program in the text given to finish. See `code_answer.program_in`."""
+        """Return the program in the text passed to finish. See `code_answer.program_in`."""
         if not any(fence in finished for fence in FENCES):
             return finished
         names = _payload(context.spec.instance.payload).tests.asked_names
@@ -157,7 +156,7 @@ class CodeHandler(AgentHandler):
         return str(chosen["code"])
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if all tests pass, else 0.0, or the fraction that does; no solution is 0.0, without a sandbox."""
+        """Return 1.0 if all tests pass, else 0.0, or the fraction that passes; 0.0 at once without a solution."""
         payload = _payload(context.spec.instance.payload)
         if context.answer is None:
             return Evaluation(reward=0.0, details={"solution": None, "resolved": False})
@@ -181,7 +180,7 @@ class CodeHandler(AgentHandler):
         context.answer = restored_text(recorded, "solution")
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The solution. See `AgentHandler.gradable`."""
+        """Return the solution. See `AgentHandler.gradable`."""
         return {"solution": context.answer}
 
 

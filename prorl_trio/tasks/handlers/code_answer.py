@@ -1,4 +1,4 @@
-"""The program in an answer that has text and fenced blocks around it. Runs in a scoring process."""
+"""Extracts the program from an answer with text and fenced blocks around it. Runs in a scoring process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def choose(payload: dict[str, Any]) -> dict[str, Any]:
 def program_in(answer: str, names: Sequence[str]) -> str:
     """Return the program in an answer; empty if there is none.
 
-    An answer without fences, or one that is Python as a whole, is the program. Otherwise the blocks compete that are
-    marked as Python, or not at all. The last block that defines most of `names` wins. Without names that is the last
-    block that reads input, or else the last that prints. Where there is none, the last that is marked as Python wins,
-    or else the last. Other blocks whose definitions the winner uses join it, in their order. `names` may name
-    functions of the module, methods of its classes, or classes.
+    An answer without fences, or entirely in Python, is the program. Otherwise the candidates are blocks marked as
+    Python or unmarked. The last block that defines most of `names` wins. Without names, it is the last block that reads
+    input, or else the last block that prints. Failing that, the last block marked as Python wins, or else the last
+    block. Other blocks whose definitions the winner uses are added in their order. `names` may contain functions of the
+    module, methods of its classes, or classes.
     """
     found = list(fenced_blocks(answer))
     if not found or _parse(answer) is not None:
@@ -53,10 +53,10 @@ class _Block(NamedTuple):
     language: str
     tree: ast.Module | None
     defined: frozenset[str]
-    """Names that it binds at its top level, and the methods of its classes."""
+    """Names bound at its top level, and the methods of its classes."""
     used: frozenset[str]
     star: bool
-    """It is nothing but imports, one of which is a star."""
+    """It consists only of imports, including a star import."""
 
     @classmethod
     def of(cls, code: str, language: str) -> _Block:
@@ -73,12 +73,12 @@ class _Block(NamedTuple):
         return cls(code, language, tree, frozenset(_bound(tree.body)), used, star=star and only_imports)
 
     def answers(self, wanted: frozenset[str]) -> bool:
-        """Return whether the block defines what is wanted, or, if that has no name, reads input."""
+        """Return whether the block defines the wanted names, or reads input if there are none."""
         return bool(wanted & self.defined if wanted else self.used & _READS)
 
 
 def _chosen(blocks: Sequence[_Block], wanted: frozenset[str]) -> int:
-    """Return the number of the block that is the program, or its main part."""
+    """Return the index of the block that is the program, or its main part."""
     numbers = range(len(blocks))
     most = max(len(wanted & each.defined) for each in blocks)
     tests: tuple[Callable[[_Block], bool], ...] = (
@@ -91,7 +91,7 @@ def _chosen(blocks: Sequence[_Block], wanted: frozenset[str]) -> int:
 
 
 def _joined(blocks: Sequence[_Block], chosen: int) -> set[int]:
-    """Return the numbers of the chosen block and of those that define what it, or a block that joined it, uses."""
+    """Return the indices of the chosen block and of all blocks whose definitions are used, directly or not."""
     joined = {chosen}
     known = set(blocks[chosen].defined)
     needed = list(blocks[chosen].used - known)
@@ -127,7 +127,7 @@ def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def _between_fences(answer: str) -> str:
-    """Return what stands between the first fence and the last closed one."""
+    """Return the text between the first fence and the last closed one."""
     lines = answer.splitlines(keepends=True)
     fences = [number for number, line in enumerate(lines) if line.lstrip().startswith(("```", "~~~"))]
     return "".join(lines[fences[0] + 1 : fences[-1]]) if len(fences) > 1 else ""

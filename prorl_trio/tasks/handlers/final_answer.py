@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001 - a colon as Chinese has it
-"""Find the final answer in a text. Pure, and linear in the text, since it also runs on the node's event loop."""
+# ruff: noqa: RUF001 - a Chinese colon
+"""Find the final answer in a text. Pure, and linear in the text, because it also runs on the node's event loop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Final
 
 MAX_TAIL_CHARS: Final = 32_768
-"""A final answer is searched in this many characters at the end of a text."""
+"""The final answer is searched in this many characters at the end of a text."""
 
 MAX_ANCHORS: Final = 100
-"""Places that may state an answer, the last ones, that are looked at."""
+"""Number of phrases at the end of a text that are checked for an answer."""
 
 _BOX: Final = re.compile(r"\\f?box(?:ed)?\s*(?P<open>\{)|\\boxed\s+(?P<bare>[^\s{}\\$]+)|\\.|[{}]", re.DOTALL)
 _BETWEEN: Final = re.compile(r"(?:[\s$,;]|\\[()]|\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or)*")
@@ -26,7 +26,7 @@ _TURNED: Final = re.compile(
     r"(?:(?:final|correct|right|true)\s+)*$",
     re.IGNORECASE,
 )
-"""Words before "answer" with which a sentence says something else than the answer."""
+"""Words before "answer" that give a sentence another meaning."""
 _TAGGED: Final = re.compile(r"<((?:final_)?answer)>((?:(?!</?(?:final_)?answer>).)*)</\1>", re.IGNORECASE | re.DOTALL)
 _DISPLAY: Final = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$)", re.DOTALL)
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!](?=\s+[A-Z]|\s*$)|\n")
@@ -41,7 +41,7 @@ _TAKEN_BACK: Final = re.compile(
     r"|(?<=\n)[ \t$*-]*\d[\d.,/]*[ \t$*.]*(?:$|\n)",
     re.IGNORECASE,
 )
-"""Words behind an answer that may take it back, or add another one."""
+"""Words after an answer that may revoke it or add another one."""
 _REASON: Final = re.compile(
     r"(?:,\s*(?:as|since|because|which|where|so|for)\b|\s+(?:because|since)\b|,\s*not\b"
     r"|;\s+(?:I|we|it|this|that|so|as|because|since|here|note|hence|thus|checked|verified)\b).*"
@@ -53,10 +53,10 @@ _STANDING_ALONE: Final = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` (or `\\fbox{...}`) with balanced braces that is not empty.
+    """Return the content of the last non-empty `\\boxed{...}` (or `\\fbox{...}`) with balanced braces.
 
-    Boxes with nothing but a comma, "and" or "or" between them are one answer. A box within a box belongs to the outer
-    one. None without a box in the last `MAX_TAIL_CHARS` characters.
+    Boxes separated only by a comma, "and" or "or" form one answer. A nested box belongs to the outer box. Returns None
+    without a box in the last `MAX_TAIL_CHARS` characters.
     """
     tail = text[-MAX_TAIL_CHARS:]
     boxes: list[tuple[int, int, str]] = []  # start, end, content
@@ -90,10 +90,10 @@ def extract_boxed(text: str) -> str | None:
 
 
 def find_final_answer(text: str) -> str:
-    """Return the answer in a final text: in a box, in `<answer>`, after `####` or "the answer is", or all of it.
+    """Return the answer in a final text: in a box, in `<answer>`, after `####` or "the answer is", or the whole text.
 
-    What follows "the answer is" ends with its sentence, or before its reason ("because ...", "(since ...)"), unless a
-    later sentence may take it back. Only the last `MAX_TAIL_CHARS` characters are read: a final answer is at the end.
+    The answer after "the answer is" ends with its sentence, or before its reason ("because ...", "(since ...)"), unless
+    a later sentence may revoke it. Only the last `MAX_TAIL_CHARS` characters are read.
     """
     text = text[-MAX_TAIL_CHARS:]
     if "\\\\" in text:
@@ -111,7 +111,7 @@ def find_final_answer(text: str) -> str:
         return text
     rest = text[anchor.end() :].strip()
     if "\n" in anchor[0]:
-        rest = re.sub(r"^[-+•]\s+", "", rest)  # an item of a list
+        rest = re.sub(r"^[-+•]\s+", "", rest)  # a list item
     if (display := _DISPLAY.match(rest)) is not None:
         return (display[1] or display[2] or "").strip()
     end = _SENTENCE_END.search(rest)
@@ -120,6 +120,6 @@ def find_final_answer(text: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of `text` that stands alone, in digits; None without one. `3 + 4 = 7.` gives `7`."""
+    """Return the last number of `text` that is a separate word, in digits; None without one. `3 + 4 = 7.` gives `7`."""
     numbers = _STANDING_ALONE.findall(text[-MAX_TAIL_CHARS:])
     return numbers[-1] if numbers else None

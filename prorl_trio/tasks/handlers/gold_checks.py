@@ -1,7 +1,7 @@
-"""Checks of gold answers by the grader's own reader, before a rollout is paid for.
+"""Checks of gold answers with the grader's own parser, before compute is spent on a rollout.
 
-`AgentHandler.gold_check` names a scorer that grades a task's gold answer against itself. A node calls it when a job is
-submitted, a loader when a task set is read. A payload is checked once, however many rollouts are made of it.
+`AgentHandler.gold_check` names a scorer that grades a task's gold answer against itself. It is called by a node when a
+job is submitted, and by a loader when a task set is read. Each payload is checked once, for any number of rollouts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 PAYLOAD_PATH: Final = "$.instance.payload"
 MAX_KNOWN: Final = 100_000
-"""Limit of the verdicts that are remembered. Beyond it, the oldest is dropped and would be computed again."""
+"""Limit on cached verdicts. Beyond it, the oldest is dropped and computed again if needed."""
 CALL_TIMEOUT_S: Final = 120.0
-"""Wall time of one check. It only ends a check that the CPU limit of scoring processes does not end."""
+"""Wall time of one check. It only ends checks that the CPU limit of scoring processes does not end."""
 CALLS_AT_ONCE: Final = 64
 MAX_SHOWN_CHARS: Final = 300
 
@@ -40,7 +40,7 @@ def validate_payload(handler: AgentHandler, payload: Mapping[str, Any]) -> None:
     """Call the handler's `validate`.
 
     Raises:
-        MalformedJob: the handler refuses the payload, or its check raises something else.
+        MalformedJob: the handler refuses the payload, or its check raises another exception.
     """
     try:
         handler.validate(payload)
@@ -53,16 +53,16 @@ def validate_payload(handler: AgentHandler, payload: Mapping[str, Any]) -> None:
 
 
 class GoldChecks:
-    """The verdicts about gold answers, computed in scoring processes and remembered by payload.
+    """The verdicts on gold answers, computed in scoring processes and cached by payload.
 
-    A check that cannot be carried out (no process starts, it is killed, or the machine is too slow) refuses nothing:
-    the payload counts as sound, a warning is logged, and the evaluation of its rollouts decides. A gold answer that
-    makes the check raise, crash or use up its CPU time is refused, because each evaluation would end like that.
+    A check may be impossible: no process starts, it is killed, or the machine is too slow. The payload then counts as
+    sound, a warning is logged, and the evaluation of its rollouts decides. A gold answer that makes the check raise,
+    crash or exceed its CPU time is refused, because each evaluation would fail in the same way.
     """
 
     def __init__(self, scorers: ScorerPool) -> None:
         self.unchecked = 0
-        """Number of payloads that count as sound because their check could not be carried out."""
+        """Number of payloads that count as sound because their check was impossible."""
         self._scorers = scorers
         self._known: dict[bytes, MalformedJob | None] = {}
         self._running: dict[bytes, trio.Event] = {}
@@ -76,17 +76,17 @@ class GoldChecks:
         return key is not None and key not in self._known
 
     def refusal(self, handler: AgentHandler, payload: Mapping[str, Any]) -> MalformedJob | None:
-        """Return why a payload is refused; None if it is not, or if there is no verdict (yet)."""
+        """Return why a payload is refused; None if it is accepted or not yet checked."""
         key = _key(handler, payload)
         return None if key is None else self._known.get(key)
 
     async def examine(
         self, tasks: Iterable[Task], *, timeout_s: float, on_done: Callable[[], None] = lambda: None
     ) -> None:
-        """Compute the verdicts about payloads that have none; return when all are there. Safe to cancel.
+        """Compute the missing verdicts on payloads; return when all are available. Safe to cancel.
 
-        Payloads that `validate` refuses are skipped. After `timeout_s` the payloads that are left count as sound.
-        `on_done` is called after each payload.
+        Payloads that `validate` refuses are skipped. After `timeout_s` the remaining payloads count as sound. `on_done`
+        is called after each payload.
         """
         todo = [] if self._closed else list(tasks)
         left = iter(todo)
@@ -103,7 +103,7 @@ class GoldChecks:
             self._give_up(todo, timeout_s)
 
     async def aclose(self) -> None:
-        """Cancel what is being examined, and return when it has ended. Later calls of `examine` do nothing."""
+        """Cancel running checks, and return when they have ended. Later calls of `examine` do nothing."""
         self._closed = True
         for scope in self._examinations:
             scope.cancel()
@@ -141,7 +141,7 @@ class GoldChecks:
             NotScored,
             SandboxUnavailable,
             OSError,
-        ) as exc:  # no process: nobody's fault here
+        ) as exc:  # the process failed, not the gold answer
             logger.warning("handler %s: a gold answer is not checked: %s", handler.name, exc)
             self.unchecked += 1
             return None
@@ -167,7 +167,7 @@ class GoldChecks:
 
 
 def _key(handler: AgentHandler, payload: Mapping[str, Any]) -> bytes | None:
-    """Return the key of a verdict; None if the handler has no check, or the payload no wire form."""
+    """Return the key of a verdict; None if the handler lacks a check, or the payload cannot be encoded."""
     if not handler.gold_check:
         return None
     try:

@@ -1,4 +1,4 @@
-"""LaTeX that lost a backslash in a string of JSON or Python: `"\\frac"` is a form feed and `rac`."""
+"""Detects LaTeX that lost a backslash in a JSON or Python string: `"\\frac"` becomes a form feed and `rac`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ESCAPES: Final = {"\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": 
 
 
 def find_lost_backslash(value: Any, path: str = "") -> tuple[str, str]:
-    """Find a control character that stands where LaTeX has a backslash and a letter.
+    """Find a control character in the place of a LaTeX backslash and letter.
 
-    Texts are searched in lists and objects as well. A control character counts only before the rest of a command of
-    LaTeX: tabs, line ends and page breaks belong to questions, and remains of other programs change none.
+    Texts are also searched in lists and objects. A control character counts only before the rest of a LaTeX command.
+    Tabs, line ends and page breaks may be part of questions, and so may harmless remains of other programs.
 
     Returns:
-        What is wrong and the remedy, in one sentence, and the place below `path`, as `payload.choices[0]`. Both are
-        empty if nothing is found.
+        The problem and the remedy in one sentence, and the place below `path`, such as `payload.choices[0]`. Both are
+            empty if nothing is found.
     """
     if isinstance(value, str) and (found := _LOST.search(value)):
         letter = _ESCAPES[found[0]]
@@ -48,7 +48,7 @@ def find_lost_backslash(value: Any, path: str = "") -> tuple[str, str]:
 
 
 def check_backslashes(payload: Mapping[str, Any]) -> None:
-    """Raise MalformedJob, with the field's path, if a text of a payload has lost a backslash."""
+    """Raise MalformedJob with the field's path if a text of a payload has lost a backslash."""
     problem, path = find_lost_backslash(dict(payload), "$.instance.payload")
     if problem:
         raise MalformedJob(problem, path)

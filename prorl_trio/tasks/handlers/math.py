@@ -1,4 +1,4 @@
-"""Mathematics: an agent with IPython, a final answer by `finish` or `\\boxed{}`, a reward of 1 or 0."""
+"""Mathematics: an agent with IPython, a final answer in `finish` or `\\boxed{}`, a reward of 1 or 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Recorded
 
 SCORER = "prorl_trio.tasks.handlers.math_scorer:score"
-"""By name: its imports (mpmath) stay out of the node."""
+"""Given by name, so that the node does not import its dependencies (mpmath)."""
 WARM_UP_TIMEOUT_S = 60.0
 MAX_IMPLIED_CALLS = 1
 
@@ -50,19 +50,18 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         question: the problem.
-        answer: the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution, or a list of such that are all
-            right.
+        answer: only the gold answer (`18`, `\\frac{1}{2}`), not a worked solution; or a list of accepted answers.
         system_prompt: replaces the handler's own.
         instruction: follows the question in the user's message; replaces the handler's own.
         describe_tools: False: the prompt does not list the tools, for a policy that was trained to write blocks of
             Python.
-        plain_answer: True: a message without a call ends the rollout if it has a number; the last one is the answer
-            where none is boxed. For a policy that knows no boxes.
-        think: True: there is the tool `think`, too, which does nothing; `details["thoughts"]` counts its calls.
-        style: how the policy writes calls: `tools` as its model's family does, or in blocks of Python, of which the
-            first is run; `json` as JSON objects anywhere in its text; `code` as blocks of Python, all of which are run.
-            With `json` and `code` it is told once what is wrong with a call that cannot be read, and the next such turn
-            ends the rollout; `details["format_errors"]` counts these calls.
+        plain_answer: True: a message without a call ends the rollout if it contains a number. Without a box, the last
+            number is the answer. For a policy that does not use boxes.
+        think: True: adds the tool `think`, which does nothing; `details["thoughts"]` counts its calls.
+        style: how the policy writes calls. `tools`: in its model family's syntax, or in blocks of Python, of which only
+            the first is run. `json`: as JSON objects anywhere in its text. `code`: as blocks of Python, which are all
+            run. With `json` and `code` the first invalid call is answered with an error message, and the next turn with
+            an invalid call ends the rollout; `details["format_errors"]` counts these calls.
     """
 
     question: str
@@ -82,7 +81,7 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def golds(self) -> list[str]:
-        """Every answer that is right."""
+        """Return all accepted answers."""
         return [self.answer] if isinstance(self.answer, str) else self.answer
 
 
@@ -93,16 +92,15 @@ class MathHandler(AgentHandler):
     gold_check = "prorl_trio.tasks.handlers.math_scorer:check_gold"
 
     async def prepare(self, resources: Resources) -> None:
-        """Start one scoring process: its imports take half a second."""
+        """Start one scoring process, because its imports take half a second."""
         await resources.scorers.prewarm(SCORER)
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`."""
         _payload(payload)
         check_backslashes(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The node's default image, without a network unless the node allows one."""
+        """Return the node's default image, without a network unless the node allows it."""
         sandbox = context.resources.config.sandbox
         return SandboxSpec(
             image=sandbox.image,
@@ -114,7 +112,7 @@ class MathHandler(AgentHandler):
         )
 
     async def init(self, context: RolloutContext) -> None:
-        """Start the IPython shell, so that the agent's first cell does not pay for it."""
+        """Start the IPython shell, so that the agent's first cell is not charged for it."""
         assert context.sandbox is not None
         with context.waiting("start of IPython", "sandbox"):
             result = await context.sandbox.ipython("None", timeout_s=WARM_UP_TIMEOUT_S)
@@ -138,7 +136,7 @@ class MathHandler(AgentHandler):
         await run_agent(context, messages, tools, _style(payload, tools))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if the final answer equals a gold one, else 0.0; no answer is 0.0, and one that the scorer fails at."""
+        """Return 1.0 if the final answer equals a gold answer, else 0.0. A failure of the scorer also gets 0.0."""
         payload = _payload(context.spec.instance.payload)
         counts = _counts(context, payload)
         if context.answer is None:
@@ -158,12 +156,12 @@ class MathHandler(AgentHandler):
         context.answer = restored_text(recorded, "answer")
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The answer. See `AgentHandler.gradable`."""
+        """Return the answer. See `AgentHandler.gradable`."""
         return {"answer": context.answer}
 
 
 def _counts(context: RolloutContext, payload: MathPayload) -> dict[str, int]:
-    """Return how often the agent called `think`, and how many of its calls could not be read, where that is asked."""
+    """Return the number of calls of `think` and the number of invalid calls, if the payload enables them."""
     calls = [call for turn in context.turns for call in turn.tool_calls]
     counts = (
         {"thoughts": sum(call.name == ThinkTool.name and not call.error for call in calls)} if payload.think else {}
@@ -197,7 +195,10 @@ async def _compare(context: RolloutContext, answer: str, gold: str) -> dict[str,
 
 
 class _MathStyle(AgentStyle):
-    """Small models often write a fenced block where a tool call belongs: it is run. `\\boxed{}` is the final answer."""
+    """Small models often write a fenced block instead of a tool call; it is executed.
+
+    `\\boxed{}` is the final answer.
+    """
 
     def __init__(self, *, plain_answer: bool) -> None:
         self._plain_answer = plain_answer

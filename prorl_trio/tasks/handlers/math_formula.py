@@ -1,7 +1,7 @@
-"""Read one formula in LaTeX, Python or SymPy notation, all of it or not at all, and evaluate it. Pure.
+"""Parse and evaluate one formula in LaTeX, Python or SymPy notation; a partial parse is an error. Pure.
 
-Rational numbers are exact (`Fraction`); all else is evaluated with `DIGITS` digits by mpmath. There is no symbolic
-algebra: two formulas are compared by their values at points (`math_scorer`).
+Rational numbers are exact (`Fraction`); everything else is evaluated by mpmath with `DIGITS` digits. There is no
+symbolic algebra: two formulas are compared by their values at points (`math_scorer`).
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ DIGITS: Final = 120
 mpmath.mp.dps = DIGITS
 MORE_DIGITS: Final = 3 * DIGITS
 MAX_BITS: Final = 200_000
-"""A formula with an exact number of more bits than this is not read."""
+"""Formulas with exact numbers of more bits are rejected."""
 MAX_INEXACT_BITS: Final = 1_000
-"""Bits, where a value is not rational: of a fraction's numerator and denominator, and between two terms; fewer than
-`MORE_DIGITS` has."""
+"""Limit for irrational values: bits of a fraction's numerator and denominator, and between two terms. It is below the
+precision of `MORE_DIGITS`."""
 MAX_ROOT: Final = 99
-"""Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
+"""Higher odd roots of negative numbers are not taken as real: the values of unknown exponents have large denominators.
+"""
 MAX_FACTORIAL: Final = 5_000
 MAX_TERMS: Final = 100
-"""Terms of a finite sum or product that is written with \\sum or \\prod."""
+"""Maximal number of terms of a finite sum or product written with \\sum or \\prod."""
 MAX_WORK: Final = 5_000
-"""Terms of such sums that are computed for a comparison."""
+"""Maximal number of terms of such sums computed for a comparison."""
 MAX_EXPONENT: Final = 10**6
-"""Natural logarithm of the largest number that is evaluated."""
+"""Natural logarithm of the largest evaluated number."""
 
 
 class Unreadable(Exception):
-    """The text is not a formula of the grammar, or its numbers are too large."""
+    """The text does not match the grammar, or its numbers are too large."""
 
 
 class Undefined(Exception):
-    """A formula has no value at a point, or no real value where one is wanted."""
+    """A formula lacks a value at a point, or a real value where one is required."""
 
 
 class Point(NamedTuple):
     """A point for evaluation: the values of the unknowns, whether only real numbers count, the base of log (0: e).
 
-    `work` counts the terms of sums that were computed for it.
+    `work` counts the terms of sums computed for it.
     """
 
     values: Mapping[str, Fraction]
@@ -58,11 +59,11 @@ class Point(NamedTuple):
     work: Counter[str] | None = None
 
 
-Number = Any  # Fraction, mpf or mpc; mpmath has no types
+Number = Any  # Fraction, mpf or mpc; mpmath lacks type hints
 
 
 class Formula(NamedTuple):
-    """A formula: its value at a point, its unknowns, whether it has a logarithm without a base, and pieces."""
+    """A formula: its value at a point, its unknowns, whether it contains a logarithm without base, and pieces."""
 
     value: Callable[[Point], Number]
     unknowns: frozenset[str]
@@ -88,7 +89,7 @@ class Formula(NamedTuple):
 
 
 def same(a: Number, b: Number) -> bool:
-    """Return whether two numbers are equal: rational ones exactly, others relatively, in all digits but the last."""
+    """Return whether two numbers are equal: rational ones exactly, others relatively, except for the last digit."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     a, b = wide(a), wide(b)
@@ -100,11 +101,11 @@ def same(a: Number, b: Number) -> bool:
 def agree(a: Formula, b: Formula) -> bool:
     """Return whether two formulas have the same values wherever both are real, or else as complex numbers.
 
-    They are evaluated at points whose coordinates are random rational numbers of both signs, so that `\\sqrt{ab}` is
-    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. Formulas in pieces (`|x|`, `\\lfloor x \\rfloor`) are tried at all
-    scales and close to whole numbers, too, where pieces end. Unknowns that by custom are whole numbers (`n`) may also
-    be only that. A logarithm without a base is natural or decimal, in both the same. A value that is not rational is
-    computed twice, with more digits than a term that counts may be smaller than another.
+    They are evaluated at points with random rational coordinates of both signs, so that `\\sqrt{ab}` equals
+    `\\sqrt{a}\\sqrt{b}`, but `|x|` does not equal `x`. Piecewise formulas (`|x|`, `\\lfloor x \\rfloor`) are also
+    evaluated at all scales and close to whole numbers, where pieces end. Unknowns that are whole numbers by convention
+    (`n`) may take only whole values. A logarithm without a base is natural or decimal, the same in both. An irrational
+    value is computed twice, the second time with enough digits to detect the smallest terms that matter.
     """
     names = sorted(a.unknowns | b.unknowns)
     bases = (0, 10) if a.plain_log or b.plain_log else (0,)
@@ -145,13 +146,13 @@ def _same_at(a: Formula, b: Formula, point: Point) -> bool:
     size = max(abs(wide(x)), abs(wide(y)))
     if size > mpmath.mpf(10) ** (30 - digits):
         return False
-    with mpmath.workdps(2 * digits):  # is it small, or 0 and the rest of a difference?
+    with mpmath.workdps(2 * digits):  # is it a small value, or 0 plus cancellation error?
         return bool(max(abs(wide(a.value(point))), abs(wide(b.value(point)))) < size * mpmath.mpf(10) ** (-digits // 2))
 
 
 @lru_cache(maxsize=64)
 def _random_points(count: int, in_pieces: bool) -> list[list[Fraction]]:
-    """Return points of `count` coordinates, always the same ones."""
+    """Return fixed pseudo-random points of `count` coordinates."""
     choose = random.Random(count)
     spans = [(1, 999, 1009), (1009, 3000, 1009), (2000, 9000, 1009), (-999, -1, 1009), (-3000, 3000, 1013)]
     points = [[Fraction(choose.randint(low, high), under) for _ in range(count)] for low, high, under in spans]
@@ -179,7 +180,7 @@ def _wholes(names: list[str]) -> list[dict[str, Fraction]]:
 
 
 def wide(x: Number) -> Number:
-    """Return a number as mpmath has it, with `DIGITS` digits."""
+    """Return a number as an mpmath number with `DIGITS` digits."""
     if not isinstance(x, Fraction):
         return x
     if min(x.numerator.bit_length(), x.denominator.bit_length()) > MAX_INEXACT_BITS:
@@ -217,7 +218,7 @@ def _whole(x: Number) -> int:
 
 
 def _root(n: int, degree: int) -> int | None:
-    """Return the exact root of a natural number, if it is whole."""
+    """Return the exact root of a natural number if it is whole."""
     if degree == 2:
         root = math.isqrt(n)
     elif degree > 64 or n.bit_length() > 4_000:
@@ -236,7 +237,7 @@ def _power(p: Point, a: Number, b: Number) -> Number:
                 raise Unreadable("a power is too large")
             return a ** int(b) if abs(a) != 1 else (a if b % 2 else Fraction(1))
         sign = 1
-        if a < 0 and p.real:  # the real root, as schools have it
+        if a < 0 and p.real:  # the real root, as taught in schools
             if b.denominator % 2 == 0 or b.denominator > MAX_ROOT:
                 raise Undefined("a root of a negative number")
             sign, a = (-1 if b.numerator % 2 else 1), -a
@@ -284,7 +285,7 @@ def _log(p: Point, x: Number, base: Number = None) -> Number:
 
 
 def _plain(function: Callable[..., Number]) -> Callable[..., Number]:
-    """Wrap a function of mpmath that needs too much memory for large arguments."""
+    """Guard a function of mpmath that needs too much memory for large arguments."""
 
     def checked(p: Point, x: Number) -> Number:
         x = wide(x)
@@ -369,11 +370,11 @@ _SHORT_WORDS: Final = frozenset(
     {"no", "yes", "odd", "one", "two", "six", "ten", "is", "if", "not", "the", "for", "all", "any"}
 )
 MAX_PRODUCT: Final = 3
-"""Letters beside each other that are read as a product: `xyz`; more are a word."""
+"""Adjacent letters up to this number are read as a product (`xyz`), more as a word."""
 
 
 def tokens_of(text: str) -> list[str]:
-    """Return the tokens of `text`: numbers, commands, names, and runs of letters taken apart into unknowns.
+    """Return the tokens of `text`: numbers, commands, names, and runs of letters split into unknowns.
 
     Raises:
         Unreadable: a run of letters is a word.
@@ -400,10 +401,10 @@ def tokens_of(text: str) -> list[str]:
 
 
 def parse(text: str) -> Formula:
-    """Return the formula that all of `text` is.
+    """Return the formula that makes up the whole `text`.
 
     Raises:
-        Unreadable: it is none, or a part of it would be left over.
+        Unreadable: the text is not a formula, or a part would be left over.
     """
     try:
         parser = _Parser(tokens_of(text))
@@ -419,7 +420,7 @@ def parse(text: str) -> Formula:
 
 
 class _Parser:
-    """Recursive descent over tokens. Each method consumes what it returns a node for, or raises `Unreadable`."""
+    """Recursive descent over tokens. Each method consumes the tokens of its node, or raises `Unreadable`."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.tokens = list(tokens)
@@ -448,7 +449,7 @@ class _Parser:
         return True
 
     def whole(self) -> Any:
-        """Parse a sum, or two sums with TeX's \\over or \\choose between them."""
+        """Parse a sum, or two sums separated by TeX's \\over or \\choose."""
         node = self.sum()
         if self._next in (r"\over", r"\choose"):
             node = _node(_divide if self._take() == r"\over" else _binomial, node, self.sum())
@@ -489,7 +490,7 @@ class _Parser:
         return self._power()
 
     def _starts_factor(self) -> bool:
-        """Return whether the next token may be multiplied without a sign; two adjacent numbers may not."""
+        """Return whether the next token may be multiplied implicitly; two adjacent numbers may not."""
         token = self._next
         if token[:1].isdigit():
             return self.tokens[self.at - 1] in ("}", ")", "!")
@@ -513,7 +514,7 @@ class _Parser:
         return node
 
     def _argument(self, *, signed: bool = False) -> Any:
-        """Parse the argument of `^` or of a command: a group, or one thing."""
+        """Parse the argument of `^` or of a command: a group or a single item."""
         if signed and self._next in ("-", "+"):
             return _node(_multiply, _number(-1 if self._take() == "-" else 1), self._argument(signed=True))
         node = self._atom() if self._next == "{" else self._postfixed()
@@ -609,7 +610,7 @@ class _Parser:
         return node if power is None else _node(_power, node, power)
 
     def _arguments(self) -> list[Any]:
-        """Parse the arguments of a function: in brackets, or factors without a sign up to the next function."""
+        """Parse the arguments of a function: in brackets, or implicit factors up to the next function."""
         if self._next in ("(", "[", "{"):
             opening = self._take()
             before, self._bars = self._bars, 0
@@ -629,12 +630,12 @@ class _Parser:
         return [node]
 
     def _is_complex(self) -> bool:
-        """Return whether the group that comes next is a sum with the imaginary unit."""
+        """Return whether the next group is a sum with the imaginary unit."""
         group = self.tokens[self.at : self.tokens.index("}", self.at)] if "}" in self.tokens[self.at :] else []
         return "i" in group and ("+" in group or "-" in group)
 
     def _series(self, join: Callable[..., Number], neutral: Any) -> Any:
-        """Parse `_{k=1}^{n}` and the factors behind it: a finite sum or product."""
+        """Parse `_{k=1}^{n}` and the factors after it: a finite sum or product."""
         self._take("_")
         closing = _CLOSING[self._take("{", "(")]
         name = self._take()
@@ -669,7 +670,7 @@ class _Parser:
         return value
 
     def _raw(self) -> str:
-        """Return the text of a group or of one token, which is part of a name."""
+        """Return the text of a group or of one token that is part of a name."""
         token = self._take()
         if token != "{":
             return token

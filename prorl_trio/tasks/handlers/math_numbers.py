@@ -1,4 +1,4 @@
-"""Read a number or a formula with its unit, percent sign or noun, and the one number of a sentence. Pure."""
+"""Parse a number or a formula with its unit, percent sign or noun, and the single number of a sentence. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNITS: Final = {
     "kw": "kw", "kwh": "kwh", "pascal": "pa", "pa": "pa", "kpa": "kpa", "volt": "v", "ohm": "ohm", "kelvin": "k",
     "rpm": "rpm",
 }  # fmt: skip
-"""Units by what they are: two that are known, and differ, are two answers."""
+"""Units by dimension: two different known units make two different answers."""
 _MULTIPLES: Final = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
@@ -51,7 +51,7 @@ _SPELLED: Final = {
     "one half": "1/2", "a half": "1/2", "half": "1/2", "one third": "1/3", "two thirds": "2/3", "one quarter": "1/4",
     "one fourth": "1/4", "three quarters": "3/4", "three fourths": "3/4", "one hundred": 100, "one thousand": 1000,
 }  # fmt: skip
-"""Numbers in words."""
+"""Number words."""
 _ORDINALS: Final = "first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
 _SPELLED_FIRST: Final = re.compile(
     rf"({'|'.join(sorted(_SPELLED, key=len, reverse=True))})(?=\s)(?<!one(?=\s+of\b))(?!\s+(?:{_ORDINALS})\b)",
@@ -70,7 +70,7 @@ _CHANGES: Final = frozenset(
     roots percentiles cis choose point suppose assume doubt upward upwards onward onwards
     """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
-"""A word beside a number that makes another number of it, or none, or a condition."""
+"""A word next to a number that changes its value, negates it, or adds a condition."""
 _CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {
     "square",
     "cube",
@@ -85,7 +85,7 @@ _CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {
 _RELATED: Final = re.compile(
     r"(?:([A-Za-z]+)\s+)?(?<![A-Za-z])(of|to|by|from|like|near|after|before|within|into)\s*$", re.IGNORECASE
 )
-"""A preposition right before a number that makes it a part of something: `a multiple of 18`."""
+"""A preposition directly before a number that makes it part of another quantity: `a multiple of 18`."""
 _STATING: Final = {
     "of": frozenset((
         "total", "value", "result", "answer", "amount", "sum", "cost", "price", "profit", "average", "maximum",
@@ -93,7 +93,7 @@ _STATING: Final = {
     )),
     "to": frozenset(("equal", "equals", "comes", "amounts", "adds", "sums", "back")),
 }  # fmt: skip
-"""Words with which such a preposition says what the number is: `a total of 18`."""
+"""Words that make the number after such a preposition the answer itself: `a total of 18`."""
 _NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
 _RATE: Final = re.compile(r"(?:\s*/\s*|\s+(?:per|an?|every)\s+)(?!hundred|thousand|dozen)[A-Za-z]{3,}$|\s+each$")
 _PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?:US)?(?P<currency>[$€£¥₹₽₩]|Rs(?=\.?\s))\.?\s*(?P<inner>-?)\s*(?=[\d.])")
@@ -114,7 +114,7 @@ _IN_PROSE: Final = re.compile(
 )
 _IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _PROSE: Final = re.compile(r"[A-Za-z\s,.:!'\"%-]*")
-"""The text around a number: signs of mathematics and brackets would mean something."""
+"""The text around a number; mathematical signs and brackets would carry meaning."""
 _SINGLE_LETTER: Final = re.compile(r"(?<![A-Za-z'])[B-HJ-Zb-z](?![A-Za-z'])")
 _STATED: Final = re.compile(
     r"([A-Za-z][A-Za-z ,'-]{2,}?|[a-z]) (?:is|are|equals)(?: equal to)? ([^A-Za-z\s].*)", re.DOTALL
@@ -127,10 +127,10 @@ MAX_PHRASES: Final = 12
 
 
 def number(text: str) -> Number:
-    """Return the formula that `text` is, with its unit, percent sign, or noun.
+    """Return the formula in `text`, with its unit, percent sign, or noun.
 
     Raises:
-        Unreadable: a part of it is something else.
+        Unreadable: a part of the text is something else.
     """
     text, unit, percent = text.strip(), "", False
     if (negative := _NEGATIVE.match(text)) is not None:
@@ -174,7 +174,7 @@ def significant_digits(text: str) -> int:
 
 
 def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
-    """Return the multiple and the unit that the words behind a number are; None if they may mean something else."""
+    """Return the multiple and the unit that the words after a number form; None if they may mean something else."""
     phrase = _ALTOGETHER.sub("", phrase)
     if not phrase:
         return 1, ""
@@ -200,7 +200,7 @@ def _is_noun_phrase(phrase: str) -> bool:
 
 
 def _unit(text: str) -> str:
-    """Return the unit that all of `text` is, in a form to compare; empty if it is unknown."""
+    """Return the unit that makes up the whole text, in a comparable form; empty if unknown."""
     text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
     text = re.sub(r"\b([A-Za-z]+)\s+(squared|cubed)$", lambda f: f"{f[1]}^{2 if f[2][0] == 's' else 3}", text)
     text = re.sub(r"(?:^|\s+)per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("US dollar", "dollar")
@@ -217,13 +217,13 @@ def _unit(text: str) -> str:
 
 
 def _harmless(words: str, changes: frozenset[str]) -> bool:
-    """Return whether words beside a number leave it as it is, and are no second answer."""
+    """Return whether words next to a number leave its value unchanged and do not add an answer."""
     words = _FOR_WHOM.sub("", words.casefold())
     return not (set(re.findall(r"[a-z'-]+", words)) & changes or re.search(r"(?<!\^)(?<!\^\{)\d", words))
 
 
 def only_formula(text: str) -> str | None:
-    """Return the one formula in math mode of a sentence without other numbers, and without a word that changes it."""
+    """Return the only formula in math mode of a sentence without other numbers or words that change its value."""
     found = list(_IN_MATH_MODE.finditer(text))
     if len(found) != 1:
         return None
@@ -238,19 +238,19 @@ def only_formula(text: str) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    """Return what a sentence says that something is: `The probability is \\frac{3}{4}`."""
+    """Return the statement after "is" in a sentence: `The probability is \\frac{3}{4}`."""
     found = _STATED.fullmatch(text)
     return found[2] if found and _harmless(found[1], _CHANGES_BEFORE) else None
 
 
 def _is_part(before: str) -> bool:
-    """Return whether the words before a number make it a part of what is meant."""
+    """Return whether the words before a number make it part of another quantity."""
     found = _RELATED.search(re.sub(r"\b(adds|sums|comes) up(?= to\s*$)", r"\1", before.rstrip(" $")))
     return found is not None and (found[1] or "").casefold() not in _STATING.get(found[2].casefold(), ())
 
 
 def number_in_prose(text: str) -> Number | None:
-    """Return the number of a sentence that has one, or one price at its end, and no word that changes it."""
+    """Return the number of a sentence with one number, or one price at its end, and no word that changes it."""
     numbers = list(_IN_PROSE.finditer(text))
     if numbers and numbers[-1]["currency"] and not text[numbers[-1].end() :].strip(" .!"):
         prices = [found for found in numbers if found["currency"]]

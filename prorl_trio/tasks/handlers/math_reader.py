@@ -1,7 +1,7 @@
-"""Read a final answer of mathematics: a typed value of which everything was understood, or its text alone. Pure.
+"""Parse a final answer in mathematics: a typed value if it is completely understood, otherwise only its text. Pure.
 
-Gold answers and policies' answers are read by the same function (`read`). What the grammar does not consume to the
-last sign is `Text`, which equals nothing but the same text.
+The same function (`read`) parses gold answers and policies' answers. If the grammar does not consume an answer
+completely, it becomes `Text`, which equals only the same text.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from prorl_trio.tasks.handlers.math_numbers import (
 from prorl_trio.tasks.handlers.math_text import normalised, with_plain_numbers
 
 MAX_CHARS: Final = 2_000
-"""A longer final answer is not read: it equals its own text."""
+"""A longer final answer is not parsed: it equals only its own text."""
 
 
 class Text(NamedTuple):
-    """Text that was not understood, or words: in its normalised form."""
+    """Text that was not understood, or words, in normalised form."""
 
     text: str
 
 
 class Items(NamedTuple):
-    """Several values: with the brackets around them (`(]`, `{}`), or without (`,`)."""
+    """Several values, with enclosing brackets (`(]`, `{}`) or without (`,`)."""
 
     brackets: str
     items: tuple[Any, ...]
 
 
 class Ranges(NamedTuple):
-    """A set of real numbers: disjoint intervals in order, each (low, low is in, high, high is in)."""
+    """A set of real numbers: ordered disjoint intervals, each (low, low is in, high, high is in)."""
 
     ranges: tuple[tuple[Any, bool, Any, bool], ...]
 
 
 class Named(NamedTuple):
-    """A value that the answer gives a name: `x = 5`, `f(x) = 2x`, `x > 1`."""
+    """A value with a name: `x = 5`, `f(x) = 2x`, `x > 1`."""
 
     name: str
     value: Any
 
 
 class Relation(NamedTuple):
-    """An equation or inequality that is not solved: `difference` compared with 0 by `sign` (`=`, `<`, `≤`, `≠`).
+    """An unsolved equation or inequality: `difference` compared with 0 by `sign` (`=`, `<`, `≤`, `≠`).
 
-    `total` is the right side where a sum of unknowns is on the left: `m + n = 73`.
+    `total` is the right side if the left side is a sum of unknowns: `m + n = 73`.
     """
 
     sign: str
@@ -83,7 +83,7 @@ class Congruence(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A ratio `a : b : c`. If it may be a time of day (`10:30`), it is not a quotient."""
+    """A ratio `a : b : c`. If it may be a time of day (`10:30`), it is not treated as a quotient."""
 
     parts: tuple[Formula, ...]
     time: bool = False
@@ -99,9 +99,9 @@ class Matrix(NamedTuple):
 Reading = Text | Number | Items | Ranges | Named | Relation | Congruence | Ratio | Matrix
 
 MAX_ORDER: Final = 4
-"""Rows of the largest determinant that is computed."""
+"""Number of rows of the largest computed determinant."""
 MAX_DEPTH: Final = 40
-"""Brackets within brackets of an answer that is read."""
+"""Maximal nesting of brackets in an answer."""
 _OPEN: Final = r"\\begin(?![A-Za-z])|\\\{|[(\[{]|\\lfloor|\\lceil"
 _CLOSE: Final = r"\\end(?![A-Za-z])|\\\}|[)\]}]|\\rfloor|\\rceil"
 _LIST: Final = re.compile(
@@ -158,7 +158,7 @@ _EMPTY: Final = re.compile(
 
 
 def read(text: str) -> Reading:
-    """Return the meaning of a final answer; `Text` where a part of it was not understood. Raises nothing."""
+    """Return the meaning of a final answer; `Text` if a part was not understood. Raises nothing."""
     plain = normalised(text)
     if not plain or len(plain) > MAX_CHARS:
         return Text(plain)
@@ -173,7 +173,7 @@ def read(text: str) -> Reading:
 
 
 def read_prose(text: str) -> Reading:
-    """Return the meaning of the one formula or number of a sentence; `Text` if it has none or several."""
+    """Return the meaning of the single formula or number of a sentence; `Text` if it has none or several."""
     if len(text) <= MAX_CHARS and (formula := only_formula(text)) is not None:
         return read(formula)
     plain = normalised(text)
@@ -193,7 +193,7 @@ def _value(text: str) -> Reading:
         raise Unreadable("no value")
     if _ALL_REAL.fullmatch(text):
         return Ranges(((-mpmath.inf, False, mpmath.inf, False),))
-    if "t" in text and (but := _ALL_BUT.fullmatch(text)) is not None:  # `except`, `that`
+    if "t" in text and (but := _ALL_BUT.fullmatch(text)) is not None:  # pre-check for `except` and `that`
         return _value(but["where"] or rf"\mathbb{{R}}\backslash\{{{but['but']}\}}")
     if _EMPTY.fullmatch(text):
         return Ranges(())
@@ -241,7 +241,7 @@ def _value(text: str) -> Reading:
 
 
 def _split(pattern: re.Pattern[str], text: str) -> tuple[list[str], list[str]]:
-    """Split `text` at the separators outside of all brackets; return the parts and the separators."""
+    """Split `text` at separators outside of brackets; return the parts and the separators."""
     parts, separators, depth, start = [], [], 0, 0
     for found in pattern.finditer(text):
         depth += bool(found["open"]) - bool(found["close"])
@@ -267,7 +267,7 @@ def _several(parts: list[str], words: list[str]) -> Reading:
         and len({value.name for value in named}) == 1
     ):
         both = _united([value.value for value in named], [r"\cap"] * len(words))
-        either = words[0] == "or" or (words[0] != "and" and not both.ranges)  # `x < 1, x > 2` holds for no number
+        either = words[0] == "or" or (words[0] != "and" and not both.ranges)  # `x < 1, x > 2` would be empty
         return Named(
             named[0].name, _united([value.value for value in named], [r"\cup"] * len(words)) if either else both
         )
@@ -275,7 +275,7 @@ def _several(parts: list[str], words: list[str]) -> Reading:
 
 
 def _bracketed(text: str) -> Reading | None:
-    """Read the inside of one pair of brackets around all of `text`; None if there is no such pair."""
+    """Parse the inside of one pair of brackets around the whole `text`; None if there is no such pair."""
     opening = r"\{" if text.startswith(r"\{") else text[0]
     closing = r"\}" if text.endswith(r"\}") else text[-1]
     if opening not in ("(", "[", "{", r"\{") or closing not in (")", "]", "}", r"\}"):
@@ -300,12 +300,12 @@ def _bracketed(text: str) -> Reading | None:
 
 
 def _flat(values: list[Any]) -> list[Any]:
-    """Return values with those of lists without brackets (`\\pm 1`) in the place of these lists."""
+    """Return values with lists without brackets (`\\pm 1`) replaced by their items."""
     return [item for each in values for item in (each.items if isinstance(each, Items) and each[0] == "," else [each])]
 
 
 def _set(value: Any) -> Reading:
-    """Return the set whose elements are in braces; conditions on an unknown are a set already."""
+    """Return the set of the elements in braces; conditions on an unknown already form a set."""
     if isinstance(value, Named) and isinstance(value.value, Ranges):
         return value
     if isinstance(value, Items) and len({each.name[:1] for each in value.items if isinstance(each, Named)}) > 1:
@@ -314,7 +314,7 @@ def _set(value: Any) -> Reading:
 
 
 def _alone(value: Reading) -> Reading:
-    """Return the value of a set of one number: `\\{5\\}` is also an answer 5."""
+    """Return the value of a set with a single number: `\\{5\\}` also answers 5."""
     if isinstance(value, Named):
         return value._replace(value=_alone(value.value))
     match value:
@@ -401,7 +401,7 @@ def _compared(sides: list[str], signs: list[str]) -> Reading:
 
 
 def _equation(sides: list[str]) -> Reading:
-    """Read `x = 5`, `9 * 2 = 18`, `A = 2 * 9 = 18`: the value is the last side. Numbers that differ have no value."""
+    """Parse `x = 5`, `9 * 2 = 18`, `A = 2 * 9 = 18`: the value is the last side. Unequal numbers give no value."""
     first, *others = sides
     if _WORDS.fullmatch(first) and re.search("[A-Za-z]{3}", first) and not _NAME.fullmatch(first):
         return _equation(others) if len(others) > 1 else _value(others[0])
@@ -450,7 +450,7 @@ def _inequality(left: str, sign: str, right: str) -> Reading:
 
 
 def _solved(difference: Formula, sign: str) -> Ranges | None:
-    """Return where a linear difference compares with 0 as `sign` says; None if it is not linear."""
+    """Return where a linear difference satisfies the comparison `sign` with 0; None if it is not linear."""
     (name,) = difference.unknowns
     zero, one, five = (difference.value(Point({name: Fraction(x)})) for x in (0, 1, 5))
     slope = one - zero
@@ -477,7 +477,7 @@ def _distance(inside: Formula, sign: str, bound: Any) -> Ranges | None:
 
 
 def as_ranges(value: Any) -> Ranges:
-    """Return the set of real numbers that `value` is.
+    """Return `value` as a set of real numbers.
 
     Raises:
         Unreadable: `value` is something else.
@@ -498,7 +498,7 @@ def as_ranges(value: Any) -> Ranges:
 
 
 def _united(sets: list[Ranges], signs: list[str]) -> Ranges:
-    """Join sets by union, intersection or difference, from the left."""
+    """Combine sets by union, intersection or difference, from the left."""
     result = sets[0]
     for other, sign in zip(sets[1:], signs, strict=True):
         result = _combined(result, other, sign)
@@ -506,7 +506,7 @@ def _united(sets: list[Ranges], signs: list[str]) -> Ranges:
 
 
 def _combined(a: Ranges, b: Ranges, sign: str) -> Ranges:
-    """Cut both sets at all their ends: each end and each gap between two is inside or outside as a whole."""
+    """Split both sets at all their ends: each end and each gap between two is entirely inside or outside."""
     ends: list[Any] = []
     for x in sorted(x for low, _, high, _ in (*a.ranges, *b.ranges) for x in (low, high)):
         if not ends or not same(ends[-1], x):

@@ -1,4 +1,4 @@
-"""Compare two answers of mathematics. Runs in a scoring process (`prorl_trio.agent.scoring`)."""
+"""Compare two answers in mathematics. Runs in a scoring process (`prorl_trio.agent.scoring`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from prorl_trio.tasks.handlers.math_reader import (
 from prorl_trio.tasks.handlers.math_text import normalised
 
 MAX_SHOWN_CHARS: Final = 500
-"""A result shows this many characters of an answer."""
+"""Number of characters of an answer shown in a result."""
 MIN_DIGITS: Final = 6
-"""A decimal of this many significant digits also stands for numbers that round to it."""
+"""A decimal with at least this many significant digits also matches numbers that round to it."""
 FLOAT_DIGITS: Final = 15
-"""A decimal of this many significant digits may be a printed float, of which `SHOWN_DIGITS` are sure."""
+"""A decimal with this many significant digits may be a printed float, of which `SHOWN_DIGITS` are reliable."""
 SHOWN_DIGITS: Final = 12
 MAX_GOLD_WORDS: Final = 8
 _PLACEHOLDERS: Final = frozenset(
@@ -63,13 +63,13 @@ _SENTENCES: Final = re.compile(
 
 
 def score(payload: dict[str, Any]) -> dict[str, Any]:
-    """Compare `payload["answer"]`, as an agent gave it, with `payload["gold"]`.
+    """Compare `payload["answer"]`, given by an agent, with `payload["gold"]`.
 
-    Both are found in their prose and read by the same functions. Returns `equal` (bool) and both as they were found.
-    An answer that is not understood equals its own text, up to spaces and dress, and nothing else.
+    The same functions extract and parse both. Returns `equal` (bool) and both extracted answers. An answer that is not
+    understood equals only its own text, up to spacing and markup.
 
     Raises:
-        ValueError: the gold answer is empty, which is the task's fault.
+        ValueError: the gold answer is empty, which is an error of the task.
     """
     gold, answer = _find_gold(payload["gold"]), find_final_answer(payload["answer"])
     if not normalised(gold):
@@ -82,7 +82,7 @@ def score(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_gold(payload: dict[str, Any]) -> dict[str, Any]:
-    """Read the gold answers of `payload["payload"]` and grade each against itself.
+    """Parse the gold answers of `payload["payload"]` and grade each against itself.
 
     Returns `error` (empty if all can be graded) and the `path` of the field.
     """
@@ -117,9 +117,9 @@ def _fault_of(gold: Any) -> str:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Return whether an answer is the gold one: the same text up to its dress, or the same value."""
+    """Return whether an answer equals the gold answer: the same text up to markup, or the same value."""
     plain_gold, plain_answer = normalised(gold), normalised(answer)
-    if _INTEGER.fullmatch(plain_gold) and _INTEGER.fullmatch(plain_answer):  # most golds, and the cheapest way
+    if _INTEGER.fullmatch(plain_gold) and _INTEGER.fullmatch(plain_answer):  # the most frequent and cheapest case
         return int(plain_gold) == int(plain_answer)
     if not plain_gold or not plain_answer:
         return False
@@ -127,10 +127,10 @@ def equal(gold: str, answer: str) -> bool:
         return True
     try:
         expected, said = _read_gold(gold), read(answer)
-        if isinstance(said, Text) and not isinstance(expected, Text):  # the words of a gold answer count, too
+        if isinstance(said, Text) and not isinstance(expected, Text):  # the words of a gold answer count as well
             said = read_prose(answer)
         return _equal(expected, said)
-    except Exception:  # an answer must not void its rollout, whatever mpmath makes of it
+    except Exception:  # an answer must not void its rollout because mpmath fails
         return False
 
 
@@ -141,7 +141,7 @@ _read_gold = lru_cache(maxsize=256)(read)
 
 
 def _key(text: str) -> str:
-    """Return the key by which texts are compared: words without case and articles, formulas without idle spaces."""
+    """Return the key for comparing texts: words without case and articles, formulas without redundant spaces."""
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").casefold()
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
@@ -199,7 +199,7 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _equal_numbers(gold: Number, answer: Number) -> bool:
-    degrees = answer.unit == "deg" and gold.unit in ("degC", "degF")  # `25 degrees`, of whichever scale
+    degrees = answer.unit == "deg" and gold.unit in ("degC", "degF")  # `25 degrees`, of either scale
     if gold.unit and answer.unit and gold.unit != answer.unit and not degrees:
         return False
     if answer.percent and gold.unit:
@@ -222,7 +222,7 @@ def _hundredth(number: Number) -> Number:
 
 
 def _renamed(formula: Formula, values: dict[str, Any]) -> Formula:
-    """Return the formula with some unknowns replaced by a number or by another unknown."""
+    """Return the formula with some unknowns replaced by numbers or other unknowns."""
 
     def value(p: Point) -> Any:
         more = {name: p.values[v] if isinstance(v, str) else v for name, v in values.items()}
@@ -247,7 +247,7 @@ def _equal_formulas(gold: Number, answer: Number) -> bool:
     if all(long):
         return bool(_rounded_to(x, FLOAT_DIGITS) == _rounded_to(y, FLOAT_DIGITS))
     if any(long) and (y if long[0] else x) == _rounded_to(x if long[0] else y, SHOWN_DIGITS):
-        return True  # what Python prints of a float: 0.30000000000000004
+        return True  # Python's output for a float: 0.30000000000000004
     if gold.digits:
         return (not answer.digits or answer.digits > gold.digits) and _stands_for(
             x, gold.digits, y, cut=not answer.digits
@@ -256,7 +256,7 @@ def _equal_formulas(gold: Number, answer: Number) -> bool:
 
 
 def _stands_for(decimal: Fraction, digits: int, exact: Any, *, cut: bool = True) -> bool:
-    """Return whether a decimal of enough significant digits is `exact`, rounded (or `cut` off) at its last digit."""
+    """Return whether a decimal with enough significant digits is `exact`, rounded (or `cut` off) at its last digit."""
     if digits < MIN_DIGITS or not decimal:
         return False
     if digits >= FLOAT_DIGITS:
@@ -280,13 +280,13 @@ def _equal_items(gold: Items, answer: Items) -> bool:
     elif {gold.brackets, answer.brackets} <= {",", "()"}:
         in_order = True
     elif answer.brackets == "[]" and gold.brackets in (",", "or", "{}") and not _is_pair(gold):
-        in_order = False  # a list of Python
+        in_order = False  # a Python list
     else:
         return False
     if len(gold.items) != len(answer.items):
         return False
     names = [{item.name.partition("_")[0] for item in side.items if isinstance(item, Named)} for side in (gold, answer)]
-    if max(map(len, names)) > 1:  # values of several unknowns: no set, and without their names in alphabetical order
+    if max(map(len, names)) > 1:  # values of several unknowns: not a set; without names, in alphabetical order
         if "{}" in (gold.brackets, answer.brackets) or (gold.brackets == "or") != (answer.brackets == "or"):
             return False
         if not all(names):
@@ -303,7 +303,7 @@ def _equal_items(gold: Items, answer: Items) -> bool:
 
 
 def _are_one(gold: str, answer: str) -> bool:
-    """Return whether two names may be one unknown's: `x_1` is `x`, if `x` has no index there."""
+    """Return whether two names may denote the same unknown: `x_1` is `x` if `x` lacks an index there."""
     first, second = gold.partition("_"), answer.partition("_")
     return gold == answer or {gold, answer} == {"y", "f(x)"} or (first[0] == second[0] and first[1] != second[1])
 
@@ -326,7 +326,7 @@ def _equal_ranges(gold: Ranges, answer: Ranges) -> bool:
 
 
 def _rows(value: Reading) -> tuple[tuple[Any, ...], ...]:
-    """Return the rows of a matrix, of a list of lists, or of a column that is written as a tuple."""
+    """Return the rows of a matrix, a list of lists, or a column written as a tuple."""
     if isinstance(value, Matrix):
         return value.rows
     if isinstance(value, Items) and value.brackets == "[]" and all(isinstance(row, Items) for row in value.items):
@@ -359,7 +359,7 @@ def _equal_relations(gold: Relation | None, answer: Relation | None) -> bool:
 
 
 def _proportional(gold: Relation, answer: Relation) -> bool:
-    """Return whether one difference is a multiple of the other, by a positive factor unless both are equations."""
+    """Return whether one difference is a multiple of the other, with a positive factor unless both are equations."""
     a, b = gold.difference, answer.difference
     names = sorted(a.unknowns | b.unknowns)
     if not names:
@@ -368,7 +368,7 @@ def _proportional(gold: Relation, answer: Relation) -> bool:
     factor = a.value(point) / b.value(point)
     if not factor or (gold.sign != "=" and factor < 0):
         return False
-    scaled = Formula(lambda p: a.value(point) / b.value(point), frozenset()).times(b)  # with the digits of the moment
+    scaled = Formula(lambda p: a.value(point) / b.value(point), frozenset()).times(b)  # with the current digits
     return agree(a, scaled)
 
 

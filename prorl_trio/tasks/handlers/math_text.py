@@ -1,6 +1,6 @@
-"""An answer of mathematics as plain text: the same text, however it is dressed. Pure."""
+"""An answer in mathematics as plain text, independent of its markup. Pure."""
 
-# ruff: noqa: RUF001 - signs that look alike are what this is about
+# ruff: noqa: RUF001 - look-alike signs are the subject of this module
 from __future__ import annotations
 
 import re
@@ -82,7 +82,7 @@ _EQUIVALENT: Final = re.compile(r",?\s+(?:or\s+(equivalently|approximately|about
 _NAMED_UNIT: Final = re.compile(r"(?<=\d)\s*[(\[]\s*(?!in\s)([A-Za-z]{2,}(?:\s[A-Za-z]+)?)\s*[)\]]$")
 _DEGREES: Final = re.compile(r"(?<=\d)\s*\^\s*(?:o|\{\s*o\s*\})(?![A-Za-z])")
 _LINES: Final = re.compile(r"(?:[-*•]\s|\d+[.)]\s)?\s*(\$?[A-Za-z](?:_\w)?\s*=[^=]*)")
-"""A line that says what an unknown is."""
+"""A line that defines an unknown."""
 _ALSO: Final = re.compile(r"\s+\(\s*(or|=|\\approx|i\.e\.,?|that is,?|equivalently,?)\s+([^()]*)\)$")
 _LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
 _GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -118,7 +118,7 @@ _LOG_BASE: Final = re.compile(r"(?<![A-Za-z\\])\\?log_?\{?(2|10)\}?\s*(?=\()")
 
 @lru_cache(maxsize=256)
 def normalised(text: str) -> str:
-    """Return `text` in ASCII and plain LaTeX: without math mode, fonts, markdown, or spaces that mean nothing."""
+    """Return `text` in ASCII and plain LaTeX, without math mode, fonts, markdown or redundant spaces."""
     if not text.isascii():
         text = _SIGN.sub(lambda found: _SIGNS[found[0]], text.translate(LOOK_ALIKES))
         text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_LOWERED)}}}", text)
@@ -136,7 +136,7 @@ def normalised(text: str) -> str:
     before = None
     while before != text:
         before, text = text, _MARKDOWN.sub(r"\2", text.strip())
-    prices = text.count("$") % 2 == 1  # not all are in pairs around formulas
+    prices = text.count("$") % 2 == 1  # some do not enclose a formula
     text = _MATH_MODE.sub(lambda found: "$" if prices and _PRICE.match(text, found.start()) else "", text)
     text = _SYNONYM.sub(lambda found: _SYNONYMS[found[0]] + (" " if found[0][-1].isalpha() else ""), text)
     text = _CASES.sub(lambda found: found[2].replace("\\\\", ", "), text)
@@ -164,7 +164,7 @@ def _without_font(found: re.Match[str]) -> str:
 
 
 def with_plain_numbers(text: str) -> str:
-    """Return a normalised text with its numbers in the form that formulas have: `1,000`, `0.(3)`, `52_8`, `1 1/2`."""
+    """Return a normalised text with its numbers in the form used in formulas: `1,000`, `0.(3)`, `52_8`, `1 1/2`."""
     text = _SYMPY_INTEGER.sub(r"(\1)", _EULER.sub("e", _MODULE.sub("", text)))
     if _SYMPY_NAME.match(text):
         for pattern, plain in _SYMPY:
@@ -176,7 +176,7 @@ def with_plain_numbers(text: str) -> str:
     text = _REPEATING.sub(_repeating, text)
     text = _BASED.sub(_based, text)
     text = _GOES_ON.sub(lambda m: _fraction(m[1], m[2], m[3] or m[4]), text)
-    if not re.search(r"[(\[{]", text):  # in brackets it is a list
+    if not re.search(r"[(\[{]", text):  # in brackets it would be a list
         text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
     text = _SPACE_GROUPED.sub(lambda found: found[0].replace(" ", ""), text)
     text = _TIMES_TEN.sub(r"\\times 10", text)
@@ -187,7 +187,7 @@ def with_plain_numbers(text: str) -> str:
 def _based(found: re.Match[str]) -> str:
     try:
         return str(int(found[1], int(found[2] or found[3])))
-    except ValueError:  # digits that the base does not have
+    except ValueError:  # digits that do not exist in the base
         return found[0]
 
 

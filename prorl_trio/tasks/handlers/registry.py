@@ -1,4 +1,4 @@
-"""Handlers by name: those the installed packages declare under the entry-point group `prorl_trio.handlers`."""
+"""Handlers by name, as declared by installed packages under the entry-point group `prorl_trio.handlers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUP = "prorl_trio.handlers"
 
 
 class HandlerRegistry:
-    """Immutable after the node's start."""
+    """The handlers by name. Immutable after the node's start."""
 
     def __init__(self, handlers: Iterable[AgentHandler]) -> None:
         self._handlers: dict[str, AgentHandler] = {}
@@ -26,10 +26,10 @@ class HandlerRegistry:
 
     @classmethod
     def from_entry_points(cls, more: Iterable[AgentHandler] = ()) -> HandlerRegistry:
-        """Load every declared handler class and make one instance of each; add the handlers `more`.
+        """Load every declared handler class, create one instance of each, and add the handlers `more`.
 
         Raises:
-            ConfigError: see `load_plugins`; or two have one name.
+            ConfigError: see `load_plugins`; or two handlers have the same name.
         """
         return cls([*(handler() for handler in load_plugins(GROUP, AgentHandler).values()), *more])
 
@@ -42,7 +42,7 @@ class HandlerRegistry:
         """Return the handler called `name`.
 
         Raises:
-            UnknownHandler: there is none; the message lists those there are.
+            UnknownHandler: the name is unknown; the message lists the known names.
         """
         try:
             return self._handlers[name]
@@ -52,7 +52,7 @@ class HandlerRegistry:
 
 
 def find_handler(target: str) -> AgentHandler:
-    """Return the handler of a class named `MODULE:CLASS`, or an installed one by its name.
+    """Return the handler of the class `MODULE:CLASS`, or an installed handler by its name.
 
     Raises:
         ConfigError: the class cannot be loaded, or no installed handler has that name.

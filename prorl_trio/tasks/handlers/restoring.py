@@ -1,4 +1,4 @@
-"""Takes what a handler graded out of a recorded outcome, so that it can be graded again."""
+"""Extracts the graded text from a recorded outcome, so that it can be graded again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def restored_text(recorded: Recorded, name: str) -> str | None:
-    """Return the text that is called `name` in the details; None if the agent gave none.
+    """Return the text called `name` in the details; None if the agent gave none.
 
     Raises:
-        NotRestorable: the details do not say.
+        NotRestorable: the details do not contain it.
     """
     text = recorded.details.get(name, ...)
     if text is not None and not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""Software engineering: an agent with bash and an editor changes a repository; its tests decide, elsewhere."""
+"""Software engineering: an agent with bash and an editor changes a repository, which is tested in another sandbox."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Recorded
 
 MAX_PATCH_BYTES: Final = 4 * 1024 * 1024
-"""A longer patch is none."""
+"""Longer patches are treated as no patch."""
 MAX_NEW_FILE_BYTES: Final = 1024 * 1024
 """A larger new file is left out of the patch."""
 MAX_NEW_BYTES: Final = 2 * 1024 * 1024
 """The limit of all new files together. Beyond it, the largest folders are left out."""
 MAX_LEFT_OUT: Final = 50
-"""Paths that `details` names."""
+"""Number of paths listed in `details`."""
 LEFT_OUT: Final = ("left_out", "left_out_paths")
 MAX_LEFT_OUT_BYTES: Final = 1024 * 1024
 GIT_TIMEOUT_S: Final = 120.0
@@ -61,23 +61,25 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """`TaskInstance.payload` of a repository to change.
 
     Attributes:
-        problem_statement: what the agent is asked for.
-        tests: that decide. The agent never sees which, nor where they are.
-        image: of all sandboxes; empty is the node's own. It has git, and `python3` with what runs the tests.
-        layers: over it, lowest first, as `SandboxSpec.layers` has them: an environment, the repository.
-        repo_dir: where the repository is, absolute.
-        env: for all programs inside (PATH, say).
-        setup_patch: applied first to what the image has: the bug, where a task is made by putting one in.
-        hidden: files and folders that the agent's sandbox has not: paths in the repository, or absolute ones. Those in
-            the repository come back for the tests.
-        unversioned: folders in the repository that are no part of it, and that no patch may change: an environment.
-        sources: files in folders of tests that are no tests, and that the patch may change. Hooks remain the base's.
-        test_patch: the row's change to its tests, a unified diff. What it changes is written over what the agent left.
-        test_files: content of the files that are written over what the agent left, by path in the repository.
-        removed_test_files: files that are removed, likewise.
-        source: where the row comes from, and its licence; not used.
-        system_prompt: replaces ours.
-        instruction: follows the statement in the user's message, in place of ours. `{repo_dir}` is filled in.
+        problem_statement: the agent's assignment.
+        tests: the deciding tests. The agent learns neither their names nor their locations.
+        image: for all sandboxes; empty selects the node's default. It contains git, and `python3` with the test runner.
+        layers: over it, lowest first, as in `SandboxSpec.layers`: an environment, the repository.
+        repo_dir: absolute path of the repository.
+        env: environment variables for all programs in the sandbox (such as PATH).
+        setup_patch: applied first to the image's repository: it introduces the bug if the task is made that way.
+        hidden: files and folders missing in the agent's sandbox: paths in the repository, or absolute ones. Paths in
+            the repository are restored for the tests.
+        unversioned: folders in the repository that are not part of it and that no patch may change, such as an
+            environment.
+        sources: files in test folders that are not tests, and that the patch may change. Hooks are always the base's.
+        test_patch: the row's change to its tests, a unified diff. The changed files are written over the agent's.
+        test_files: content of files written over the agent's, by path in the repository.
+        removed_test_files: files removed after the agent's work.
+        source: the row's origin and licence; not used.
+        system_prompt: replaces the handler's own.
+        instruction: follows the statement in the user's message; replaces the handler's own. `{repo_dir}` is
+            substituted.
     """
 
     problem_statement: str
@@ -113,7 +115,7 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def base(self) -> RepositoryBase:
-        """Return how the repository is made ready."""
+        """Return how the repository is prepared."""
         return RepositoryBase(
             repo_dir=self.repo_dir,
             setup_patch=self.setup_patch,
@@ -124,20 +126,19 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SweHandler(AgentHandler):
-    """SWE-bench-like tasks: the answer is a patch, taken from the agent's sandbox and tested in another."""
+    """Tasks like SWE-bench: the answer is a patch from the agent's sandbox, tested in another sandbox."""
 
     name = "swe"
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`."""
         _payload(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The instance's image and layers, without a network unless the node allows one."""
+        """Return the instance's image and layers, without a network unless the node allows it."""
         return _sandbox_spec(_payload(context.spec.instance.payload), context.resources.config.sandbox)
 
     async def init(self, context: RolloutContext) -> None:
-        """Make the repository one commit, so that no history tells what became of it."""
+        """Turn the repository into one commit, so that the history does not reveal the solution."""
         assert context.sandbox is not None
         try:
             await make_base(context.sandbox, _payload(context.spec.instance.payload).base)
@@ -145,7 +146,7 @@ class SweHandler(AgentHandler):
             raise SandboxUnavailable(str(exc)) from exc
 
     async def run(self, context: RolloutContext) -> None:
-        """Let the agent work, and take the difference that it made, also when a budget has ended its work."""
+        """Let the agent work and compute its patch, even if a budget has ended the work."""
         payload = _payload(context.spec.instance.payload)
         instruction = worded(context, payload.instruction, INSTRUCTION, FOR_PROGRAMS)
         instruction = instruction.replace("{repo_dir}", payload.repo_dir)
@@ -161,26 +162,26 @@ class SweHandler(AgentHandler):
         await self.collect(context)
 
     async def collect(self, context: RolloutContext) -> None:
-        """Make `answer` the patch in base64: text, binary files, modes, new files. None if there is none to be had."""
+        """Set `answer` to the patch in base64: text, binary files, modes, new files. None if it cannot be computed."""
         assert context.sandbox is not None
         context.answer = None
         try:
             base = _payload(context.spec.instance.payload).base
             patch, left_out = await again_if_killed(context, partial(_difference, context.sandbox, base))
-        except (OSError, ValueError, SandboxCallFailed) as exc:  # the repository or its git: the policy has spoilt it
+        except (OSError, ValueError, SandboxCallFailed) as exc:  # the policy broke the repository or its git
             context.log_evaluation(f"the difference cannot be taken: {exc}\n")
         else:
             context.answer = base64.b64encode(patch).decode() if patch else None
             context.handler_state = left_out if left_out["left_out"] else {}
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if the tests pass that must, else 0.0; no change is 0.0, without a sandbox."""
+        """Return 1.0 if the required tests pass, else 0.0; an empty patch gets 0.0 without a sandbox."""
         payload = _payload(context.spec.instance.payload)
         left_out: dict[str, Any] = context.handler_state or {}
         if context.answer is None:
             return Evaluation(reward=0.0, details={"patch": None, "resolved": False, **left_out})
         patch = base64.b64decode(context.answer)
-        patch += b"" if patch.endswith(b"\n") else b"\n"  # git takes none whose last line has no end
+        patch += b"" if patch.endswith(b"\n") else b"\n"  # git rejects a last line without newline
         grade = partial(grade_change, context, payload, patch, context.resources.config.sandbox)
         graded = await again_if_killed(context, grade)
         context.log_evaluation(graded.run.log)
@@ -198,7 +199,7 @@ class SweHandler(AgentHandler):
         )
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The patch. See `AgentHandler.gradable`."""
+        """Return the patch. See `AgentHandler.gradable`."""
         return {"patch_base64": context.answer}
 
     def restore(self, context: RolloutContext, recorded: Recorded) -> None:
@@ -218,7 +219,7 @@ class SweHandler(AgentHandler):
 async def grade_change(
     bench: Bench, payload: SwePayload, patch: bytes | None, config: SandboxConfig, *, last_try: bool = True
 ) -> Graded:
-    """Grade a change to the repository of a row, as an evaluation does. Arguments and errors as `grade_repository`."""
+    """Grade a change to a row's repository as in an evaluation. Arguments and errors as in `grade_repository`."""
     suite = Suite(
         spec=_sandbox_spec(payload, config),
         base=payload.base,
@@ -246,7 +247,7 @@ def _sandbox_spec(payload: SwePayload, sandbox: SandboxConfig) -> SandboxSpec:
 
 
 class _LeftOut(msgspec.Struct, frozen=True):
-    """What `drivers/take_changes.py` prints, in a sandbox whose Python may be the policy's."""
+    """The output of `drivers/take_changes.py`, in a sandbox whose Python may be the policy's."""
 
     left_out: dict[str, str]
     left_out_paths: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -262,15 +263,15 @@ class _SweStyle(AgentStyle):
 
 
 async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool) -> tuple[bytes, dict[str, Any]]:
-    """Return what differs from the base, and for `Outcome.details` the paths that were left out, with the reasons.
+    """Return the difference from the base and, for `Outcome.details`, the omitted paths with the reasons.
 
-    The difference is taken in a repository of its own, with the objects of the agent's: the agent may have staged,
-    committed and configured anything.
+    The difference is computed in a separate repository with the objects of the agent's, because the agent may have
+    staged, committed and configured anything.
 
     Raises:
-        ValueError: git failed, Python says nonsense, or there is more than `MAX_PATCH_BYTES`.
+        ValueError: git failed, Python's output is invalid, or the patch exceeds `MAX_PATCH_BYTES`.
         OSError, SandboxCallFailed: git could not be started.
-        ProgramKilled: git was killed, and there is another try.
+        ProgramKilled: git was killed, and another try is left.
     """
     git_dir = f"/tmp/changes-{secrets.token_hex(8)}.git"
     env = {
@@ -278,7 +279,7 @@ async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool)
         "GIT_DIR": git_dir,
         "GIT_WORK_TREE": base.repo_dir,
         "GIT_INDEX_FILE": f"{git_dir}/index",
-        "HOME": git_dir,  # for a git that does not know GIT_CONFIG_GLOBAL
+        "HOME": git_dir,  # for git versions without GIT_CONFIG_GLOBAL
         "XDG_CONFIG_HOME": git_dir,
     }
     job = {
@@ -307,7 +308,7 @@ async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool)
         found = msgspec.convert(json.loads(done.stdout), _LeftOut)
     except RecursionError as exc:
         raise ValueError(f"python3 is none any more: {exc}") from exc
-    # A name that is no text of Unicode cannot be part of an outcome.
+    # A name that is not valid Unicode cannot be part of an outcome.
     named = {_portable(path): _portable(why) for path, why in found.left_out.items()}
     left_out = {"left_out": named, "left_out_paths": found.left_out_paths}
     patch = bytearray()

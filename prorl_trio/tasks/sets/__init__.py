@@ -1,9 +1,9 @@
-"""Task sets: named ones from a package, files of rows in their published form, and folders of Harbor tasks."""
+"""Task sets: named sets from a package, files of published rows, and folders of Harbor tasks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable  # noqa: TC003 - msgspec and readers look the annotation up
+from collections.abc import Callable  # noqa: TC003 - evaluated by msgspec and readers
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -34,7 +34,7 @@ __all__ = ["TASK_SETS", "TaskSet", "load_task_set", "open_task_set", "skipped"]
 logger = logging.getLogger(__name__)
 
 MAX_BAD_ROWS: Final = 5
-"""Limit of the bad rows that a message names."""
+"""Number of bad rows named in a message."""
 MAX_SENTENCE_CHARS: Final = 600
 TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
     "agentbench-os": load_agentbench_os,
@@ -51,11 +51,11 @@ TASK_SETS: Final[dict[str, Callable[[], list[TaskInstance]]]] = {
 
 
 class TaskSet(NamedTuple):
-    """A set as it was loaded.
+    """A loaded set.
 
     Attributes:
-        instances: the tasks, in their order.
-        refused: a sentence for each row that was left out: its place, field, problem and remedy.
+        instances: the tasks, in order.
+        refused: a sentence for each skipped row with its place, field, problem and remedy.
     """
 
     instances: list[TaskInstance]
@@ -63,7 +63,7 @@ class TaskSet(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of a file: its place there, and its instance or why it cannot be used."""
+    """A row of a file: its place, and its instance or the reason why it cannot be used."""
 
     place: str
     found: TaskInstance | RowError
@@ -74,7 +74,7 @@ def load_task_set(
 ) -> list[TaskInstance]:
     """Return the instances of a named task set, of a file with one row per line, or of a folder of tasks.
 
-    Like `open_task_set`, of which this returns the instances. A warning is logged for rows that were left out.
+    Like `open_task_set`, but returns only the instances. A warning is logged for skipped rows.
     """
     found = open_task_set(name_or_path, specs=specs, solutions=solutions, skip_bad=skip_bad, check=check)
     if found.refused:
@@ -93,26 +93,26 @@ def open_task_set(
 ) -> TaskSet:
     """Load a named task set, a file of rows, or a folder of tasks, and check that every task can be graded.
 
-    `reasoning-gym:FAMILY[:N[:SEED]]` names an endless set (`generated.load_reasoning_gym`). A folder has Harbor's
+    `reasoning-gym:FAMILY[:N[:SEED]]` names an endless set (`generated.load_reasoning_gym`). A folder contains Harbor
     tasks, see `load_harbor`.
 
-    A file is JSONL, a JSON array, CSV or Parquet, or one of these compressed by gzip. A row has `instance_id`,
-    `handler`, `payload` and perhaps `family`, or it has one of the published forms (`forms.FORMS`, `read_swe_row`).
-    Blocks on the disk and, for tasks with a gold answer, on scoring processes (see `check_instances`).
+    A file is JSONL, a JSON array, CSV or Parquet, optionally compressed with gzip. A row has `instance_id`, `handler`,
+    `payload` and optionally `family`, or it has one of the published forms (`forms.FORMS`, `read_swe_row`). Blocks on
+    the disk and, for tasks with a gold answer, on scoring processes (see `check_instances`).
 
     Args:
         name_or_path: the set.
-        specs: a JSON file that says how the tests of published repositories are run, see `read_specifications`.
-        solutions: tasks of a folder bring their own solutions; nothing else does.
-        skip_bad: leave out rows that cannot be used, instead of refusing the whole file. Tasks of a named set that
-            cannot be used are always left out.
-        check: let handlers check payloads and gold answers. Without it only the form of rows is checked.
+        specs: a JSON file with the test commands of published repositories, see `read_specifications`.
+        solutions: include the tasks' own solutions; only tasks of a folder have them.
+        skip_bad: skip rows that cannot be used, instead of refusing the whole file. Unusable tasks of a named set are
+            always skipped.
+        check: let handlers check payloads and gold answers. Otherwise only the form of rows is checked.
         limit: return only this many tasks; None for all.
 
     Raises:
-        ConfigError: unknown name, unreadable or empty file, a row that cannot be used (unless `skip_bad`), or an
-            instance_id that occurs twice. The message says how many rows are bad, and names the first ones by place,
-            field, problem and remedy. Solutions are asked for, and there are none.
+        ConfigError: unknown name, unreadable or empty file, an unusable row (unless `skip_bad`), or a repeated
+            instance_id. The message contains the number of bad rows, and the place, field, problem and remedy of the
+            first ones. Also raised if solutions are requested but missing.
     """
     path = Path(name_or_path)
     is_file = False
@@ -143,7 +143,7 @@ def open_task_set(
 
 
 def skipped(name_or_path: str, found: TaskSet) -> str:
-    """Return what was left out of a set, for people."""
+    """Return a message about the skipped rows of a set."""
     total = len(found.instances) + len(found.refused)
     return "\n".join([f"{name_or_path}: {len(found.refused)} of {total} rows are left out:", *_first(found.refused)])
 
@@ -182,7 +182,7 @@ def _read(
 
 
 def _checked(rows: list[_Row]) -> list[_Row]:
-    """Replace the instances that their handlers refuse by the reasons."""
+    """Replace instances refused by their handlers with the reasons."""
     good = [(place, row.found) for place, row in enumerate(rows) if isinstance(row.found, TaskInstance)]
     errors = check_instances([instance for _, instance in good])
     rows = list(rows)

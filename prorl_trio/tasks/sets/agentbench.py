@@ -1,4 +1,4 @@
-"""AgentBench's tasks of an operating system: the set `agentbench-os`, for the handler `shell`."""
+"""AgentBench's operating-system tasks: the set `agentbench-os`, for the handler `shell`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prorl_trio.types.models import TaskInstance
 
 _FOLDER: Final = "inspect_evals/agent_bench/data"
 AGENTBENCH: Final = WheelFile("inspect-evals", "0.26.0", "3.12", f"{_FOLDER}/agent_bench_os_test.json")
-"""119 tasks (Apache-2.0) of Liu et al., 2023, arXiv 2308.03688, with corrections of inspect-evals (MIT)."""
+"""119 tasks (Apache-2.0) of Liu et al., 2023, arXiv 2308.03688, with corrections from inspect-evals (MIT)."""
 SET: Final = "agentbench-os"
 HOME: Final = "/home/agent"
 ANSWER_PATH: Final = "/logs/agent/answer.txt"
@@ -32,19 +32,19 @@ if python3 /tests/compare.py "$(cat {ANSWER_PATH})" "$expected"; {_END}"""
 
 
 def load_agentbench_os() -> list[TaskInstance]:
-    """Return 109 tasks of AgentBench's operating system: of the 119, those whose initial state the wheel has.
+    """Return 109 of the 119 operating-system tasks of AgentBench, with the initial states contained in the wheel.
 
-    An answer is compared with what the task's example says in a sandbox of the verifier's own. Where the agent is to
-    change the system, or what is in it is random, the agent's own is looked at.
+    An answer is compared with the output of the task's example in the verifier's own sandbox. If the agent must change
+    the system, or its content is random, the agent's own sandbox is inspected.
 
     Raises:
-        ConfigError: the wheel that has them is not there, or is damaged.
+        ConfigError: the wheel with the tasks is missing or damaged.
     """
     return [_instance(row) for row in agentbench_rows()]
 
 
 def agentbench_rows() -> list[dict[str, Any]]:
-    """Return the rows of `load_agentbench_os`, with the home directory that sandboxes have. Raises ConfigError."""
+    """Return the rows of `load_agentbench_os`, with the home directory of our sandboxes. Raises ConfigError."""
     try:
         rows: list[dict[str, Any]] = msgspec.json.decode(AGENTBENCH.read(SET), type=list[dict[str, Any]])
     except msgspec.DecodeError as exc:
@@ -53,7 +53,7 @@ def agentbench_rows() -> list[dict[str, Any]]:
 
 
 def _at_home(value: Any) -> Any:
-    """Replace the directories that the rows speak of, as the package itself does for its containers."""
+    """Replace the directories named in the rows, as the package itself does for its containers."""
     if isinstance(value, dict):
         return {key: _at_home(each) for key, each in value.items()}
     return value.replace("/root", HOME).replace("/usr", HOME) if isinstance(value, str) else value
@@ -66,7 +66,7 @@ def _steps(row: dict[str, Any]) -> list[Any]:
 
 
 def example_of(row: dict[str, Any]) -> str:
-    """Return the script that does the row's task, or prints its answer; empty if there is none. Raises ConfigError."""
+    """Return the script that solves the row's task or prints its answer; empty if there is none. Raises ConfigError."""
     example = row["evaluation"].get("example") or row.get("example") or ""
     if isinstance(example, str):
         return example
@@ -110,13 +110,13 @@ def _build(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not parts:
         return []
     name = f"task-{row['id']}"
-    script = "RANDOM=3\n" + "\n".join(parts).replace("<random-string>", name)  # the same one wherever it is run
+    script = "RANDOM=3\n" + "\n".join(parts).replace("<random-string>", name)  # the same value on every run
     path = "/tmp/init.sh"
     return [{"files": {path: _file(script)}, "command": f"bash {path}; rm -f {path}", "cwd": HOME}]
 
 
 def _is_told_by_answer(evaluation: dict[str, Any]) -> bool:
-    """Return whether an answer decides, and not the state of the agent's sandbox."""
+    """Return whether the answer decides, rather than the state of the agent's sandbox."""
     check = evaluation.get("check")
     return "match" in evaluation or (isinstance(check, list) and not isinstance(check[0], str))
 

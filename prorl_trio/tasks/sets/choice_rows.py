@@ -1,4 +1,4 @@
-"""Rows of a question and its choices: MMLU, MMLU-Pro, ARC, GPQA, MedQA and their relatives."""
+"""Rows with a question and its choices: MMLU, MMLU-Pro, ARC, GPQA, MedQA and their relatives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LABELLED: Final = re.compile(r"\s*\(?([A-Za-z0-9])[.):]\s*(\S.*)", re.DOTALL)
 
 
 class _Choices(NamedTuple):
-    """The texts of the choices in order, and the labels by which the row's answer names them."""
+    """The texts of the choices in order, and their labels in the row's answer."""
 
     texts: list[str]
     labels: list[str]
@@ -44,15 +44,15 @@ def has_choices(fields: Fields) -> bool:
 
 
 def read_choice_row(fields: Fields, name: str) -> TaskInstance:
-    """Return the instance of the handler `stem` that a row of a question and its choices is.
+    """Return the instance of the handler `stem` for a row with a question and its choices.
 
     The choices are a list of texts or of objects, an object by letter, `{"text": [...], "label": [...]}`, the fields
-    `A` to `J` or `opa` to `opd`, or the right answer with the wrong ones (GPQA, SciQ: shuffled, always in the same way
-    for one question). The answer is a letter, a label, an index from 0, or the text of a choice. Every field that
-    names an answer has to name the same choice.
+    `A` to `J` or `opa` to `opd`, or the correct answer with the wrong ones (GPQA, SciQ: shuffled, with a fixed order
+    for each question). The answer is a letter, a label, an index from 0, or the text of a choice. All fields with an
+    answer must name the same choice.
 
     Raises:
-        RowError: there is no one right choice, or something would be lost.
+        RowError: there is not exactly one correct choice, or data would be lost.
     """
     question = fields.text(*QUESTION)
     family, found = fields.label(*FAMILY), fields.label(*NAME)
@@ -62,7 +62,7 @@ def read_choice_row(fields: Fields, name: str) -> TaskInstance:
         right = texts[0]
         Random(question).shuffle(texts)
         place = texts.index(right)
-        if wrong is GPQA:  # some sixty fields about how the question was written and reviewed
+        if wrong is GPQA:  # about sixty fields on how the question was written and reviewed
             fields.ignore_rest()
     else:
         choices = _choices(fields)
@@ -82,7 +82,7 @@ def choice_instance(name: str, question: str, choices: list[str], letter: str, f
 
 
 def flat_question(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with `question: {stem, choices}`, as ARC's own files have it, as two fields."""
+    """Return the row with `question: {stem, choices}`, as in ARC's own files, as two fields."""
     question = row.get("question")
     if isinstance(question, dict) and {"stem", "choices"} <= question.keys() and "choices" not in row:
         rest = {key: value for key, value in question.items() if key != "stem"}
@@ -107,7 +107,7 @@ def _choices(fields: Fields) -> _Choices:
         if not isinstance(labels, list) or len(labels) != len(texts):
             raise RowError("it needs as many labels as texts", field)
     elif isinstance(value, dict):
-        there_too = {label: text for label, text in value.items() if text is not None}  # Parquet fills up with nulls
+        there_too = {label: text for label, text in value.items() if text is not None}  # Parquet fills gaps with nulls
         texts, labels = list(there_too.values()), list(there_too)
         if any(len(str(label)) != 1 for label in labels):
             raise RowError(f"its keys are {', '.join(map(repr, labels[:5]))}, where letters are needed", field)
@@ -127,7 +127,7 @@ def _choices(fields: Fields) -> _Choices:
 
 
 def _decoded(value: Any) -> Any:
-    """Read a list or an object that is stored as text, of JSON or of Python (as CSV files have it)."""
+    """Parse a list or an object stored as text, in JSON or Python (as in CSV files)."""
     if not isinstance(value, str):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -136,7 +136,7 @@ def _decoded(value: Any) -> Any:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         if isinstance(found, list) and _RUN_TOGETHER.search(value):
-            return value  # an array as numpy prints it, of which Python makes one long text
+            return value  # a printed numpy array, which Python would join into one long text
         return found
     return value
 
@@ -148,7 +148,7 @@ def _text_of(value: Any, field: str) -> str:
 
 
 def _without_labels(choices: _Choices) -> _Choices:
-    """Take `(A)`, `A.`, `1)` and the like for labels where every choice begins with its own letter or number."""
+    """Convert prefixes such as `(A)`, `A.`, `1)` to labels if every choice begins with its own letter or number."""
     texts, places = choices.texts, range(len(choices.texts))
     found = [_OWN_LABEL.match(text) for text in texts]
     said = [each and (each[1] or each[2] or each[3]) for each in found]
@@ -162,7 +162,7 @@ def _without_labels(choices: _Choices) -> _Choices:
 
 
 def _place(fields: Fields, choices: _Choices) -> int:
-    """Return the place of the right choice, which every field that names one agrees about."""
+    """Return the index of the correct choice, on which all fields with an answer must agree."""
     places = set(range(len(choices.texts)))
     named = [each for each in GOLDS if each in fields]
     if not named:
@@ -187,12 +187,12 @@ def _place(fields: Fields, choices: _Choices) -> int:
 
 
 def _named(value: Any, choices: _Choices, *, is_letter: bool) -> set[int]:
-    """Return the places of the choices that a value may name."""
+    """Return the indices of the choices that a value may name."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool):
         return set()
-    if isinstance(value, float) and value.is_integer():  # as pandas writes the integers of a column with gaps
+    if isinstance(value, float) and value.is_integer():  # pandas writes integers of a column with gaps like this
         value = int(value)
     if isinstance(value, int):
         if str(value) in choices.labels:
@@ -211,9 +211,9 @@ def _named(value: Any, choices: _Choices, *, is_letter: bool) -> set[int]:
         by_label = set()
     by_text = _places_of(said, choices)
     if by_text and not by_label and said.isascii() and said.isdigit() and int(said) < len(choices.texts):
-        return by_text | {int(said)}  # `"1"` may be a text, or an index of a file in which all is text
+        return by_text | {int(said)}  # `"1"` may be a text, or an index in a file of texts
     if not by_label and not by_text:
-        if (found := _LABELLED.fullmatch(value)) and found[1].upper() in choices.labels:  # its letter with its text
+        if (found := _LABELLED.fullmatch(value)) and found[1].upper() in choices.labels:  # its letter and its text
             return {choices.labels.index(found[1].upper())} & _places_of(found[2].strip(), choices)
         if (
             said.isascii() and said.isdigit() and not any(said in text for text in choices.texts)
@@ -223,7 +223,7 @@ def _named(value: Any, choices: _Choices, *, is_letter: bool) -> set[int]:
 
 
 def _places_of(said: str, choices: _Choices) -> set[int]:
-    """Return the choices whose text is said: exactly, or else but for case and a full stop."""
+    """Return the choices with this text: an exact match, or else ignoring case and a full stop."""
     exact = {place for place, text in enumerate(choices.texts) if text.strip() == said}
     plain = said.casefold().removesuffix(".")
     return exact or {

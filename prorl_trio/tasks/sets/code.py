@@ -1,4 +1,4 @@
-"""Code: the sets `humaneval` and `dataframebench`, rows of LiveCodeBench, and tests as pairs of input and output."""
+"""Code: the sets `humaneval` and `dataframebench`, rows of LiveCodeBench, and tests as input-output pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATAFRAMEBENCH: Final = {
     split: WheelFile("dataframebench", "0.1.1", "3.12", f"dataframebench/data/{split}.jsonl")
     for split in ("train", "test")
 }
-"""Data-frame problems made from BigCodeBench (CC-BY-4.0). The authors ask that no model is trained on `test`."""
+"""Data-frame problems derived from BigCodeBench (CC-BY-4.0). The authors ask not to train models on `test`."""
 
 _NEEDED: Final = frozenset({"matplotlib", "numpy", "pandas", "scipy", "seaborn", "sklearn"})
 _STARS: Final = [
@@ -52,16 +52,16 @@ LIVECODEBENCH_TIMEOUT_S: Final = 6.0
 EURUS_TIMEOUT_S: Final = 10.0
 """`timeout` of verl's grader of such rows, for each test (verl/utils/reward_score/prime_code/utils.py)."""
 EURUS_TOLERANCE: Final = {"absolute": 1e-8, "relative": 1e-5, "exact_integers": True}
-"""The tolerance of `numpy.allclose`, by which verl's grader compares numbers that are not integers on both sides
-(verl/utils/reward_score/prime_code/testing_util.py). A row whose expected numbers are all integers has no tolerance."""
+"""The tolerance of `numpy.allclose`, with which verl's grader compares numbers that are not integers on both sides
+(verl/utils/reward_score/prime_code/testing_util.py). A row with only integers as expected numbers has no tolerance."""
 _FRACTION: Final = re.compile(r"\d\.\d|\d[eE][-+]?\d")
 
 
 def _preamble(recursion_limit: int) -> str:
     """Return the imports and the recursion limit that LiveCodeBench's grader gives to every solution.
 
-    Its `import_string` (lcb_runner/evaluation/testing_util.py) has them; verl's grader of Eurus rows has the same
-    imports, and a higher limit. The order decides which of two modules a name is from.
+    They are in its `import_string` (lcb_runner/evaluation/testing_util.py); verl's grader of Eurus rows has the same
+    imports and a higher limit. If two modules define a name, the order decides.
     """
     stars = [f"from {name} import *" for name in (*_STARS, "builtins", "typing")]
     return "\n".join([*stars, f"import {', '.join(_STARS)}", f"sys.setrecursionlimit({recursion_limit})", ""])
@@ -82,7 +82,7 @@ def load_humaneval() -> list[TaskInstance]:
     """Return the 164 problems of HumanEval for the handler `code`.
 
     Raises:
-        ConfigError: the wheel that has them is not there, or is damaged.
+        ConfigError: the wheel with the problems is missing or damaged.
     """
     try:
         lines = gzip.decompress(HUMANEVAL.read("humaneval")).splitlines()
@@ -100,9 +100,9 @@ def load_humaneval() -> list[TaskInstance]:
 
 
 def humaneval_payload(prompt: str, entry_point: str, test: str, setup: str | None = None) -> dict[str, Any]:
-    """Return the payload of a problem of HumanEval: `test` defines `check(candidate)`.
+    """Return the payload of a HumanEval problem: `test` defines `check(candidate)`.
 
-    `setup` is executed before it: the prompt, which may define helpers, unless it is given.
+    `setup` is executed before it; by default it is the prompt, which may define helpers.
     """
     return {
         "prompt": f"Complete this Python function.\n\n```python\n{prompt.strip()}\n```",
@@ -125,13 +125,13 @@ class _DataframeRow(msgspec.Struct):
 
 
 def load_dataframebench() -> list[TaskInstance]:
-    """Return 564 problems of DataFrameBench's `train` split, for the handler `code`, by category as family.
+    """Return 564 problems of DataFrameBench's `train` split, for the handler `code`, with the category as family.
 
-    They are those that need no packages but pandas, NumPy, SciPy, scikit-learn, matplotlib and seaborn; sandboxes have
-    them if node.toml says so (`sandbox.packages`).
+    They need only the packages pandas, NumPy, SciPy, scikit-learn, matplotlib and seaborn. Sandboxes contain these if
+    node.toml lists them (`sandbox.packages`).
 
     Raises:
-        ConfigError: the wheel that has them is not there, or is damaged.
+        ConfigError: the wheel with the problems is missing or damaged.
     """
     return _dataframes("train")
 
@@ -169,10 +169,10 @@ def _dataframes(split: str) -> list[TaskInstance]:
 
 
 def read_livecodebench_row(row: dict[str, Any], name: str) -> TaskInstance | None:
-    """Return the instance that a row of LiveCodeBench is, with its public and its private tests; None if it is none.
+    """Return the instance for a row of LiveCodeBench, with its public and private tests; None for other rows.
 
     Raises:
-        ValueError: its tests cannot be read.
+        ValueError: its tests cannot be parsed.
     """
     if not {"question_content", "public_test_cases"} <= row.keys():
         return None
@@ -196,10 +196,10 @@ def read_livecodebench_row(row: dict[str, Any], name: str) -> TaskInstance | Non
 
 
 def tests_of_pairs(tests: dict[str, Any]) -> dict[str, Any]:
-    """Return the tests that `inputs`, `outputs` and perhaps `fn_name` are: of a program, or of calls (Eurus, APPS).
+    """Return the tests in `inputs`, `outputs` and optionally `fn_name`: of a program, or of calls (Eurus, APPS).
 
     Raises:
-        ValueError, TypeError: they do not fit together.
+        ValueError, TypeError: the fields do not match.
     """
     pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
     if function := tests.get("fn_name"):
@@ -222,12 +222,12 @@ def _functions(function: str, pairs: list[tuple[list[Any], list[Any]]]) -> dict[
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Arguments, as a list or as a line of JSON each."""
+    """Return arguments from a list or from one line of JSON each."""
     return given if isinstance(given, list) else [json.loads(line) for line in given.splitlines() if line.strip()]
 
 
 def _results(expected: Any) -> list[Any]:
-    """Return the results that are right: such rows wrap a result in a list, or not, and nothing tells which."""
+    """Return the accepted results: such rows may or may not wrap a result in a list, and do not record which."""
     value = json.loads(expected) if isinstance(expected, str) else expected
     return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
 
@@ -237,7 +237,7 @@ def _joined(text: Any) -> str:
 
 
 def _stored_tests(stored: str) -> list[dict[str, str]]:
-    """Read tests as LiveCodeBench stores them: JSON; or JSON that is pickled, compressed and in base64."""
+    """Parse tests as stored by LiveCodeBench: JSON; or JSON that is pickled, compressed and in base64."""
     try:
         if not stored.lstrip().startswith("["):
             stored = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(stored)))).load()
@@ -247,7 +247,7 @@ def _stored_tests(stored: str) -> list[dict[str, str]]:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Reads texts and nothing that would have to be imported: a row is no program."""
+    """Reads only texts and never imports anything, because a row must not execute code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """Raise pickle.UnpicklingError."""

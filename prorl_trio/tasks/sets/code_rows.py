@@ -1,4 +1,4 @@
-"""Rows of problems to be solved in Python: HumanEval, MBPP, BigCodeBench, APPS and their relatives."""
+"""Rows of programming problems in Python: HumanEval, MBPP, BigCodeBench, APPS and their relatives."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Your code should pass these tests:
 
 
 def read_humaneval_row(fields: Fields, name: str) -> TaskInstance:
-    """Return the instance that a row of HumanEval or HumanEval+ is: `check(candidate)` in `test` decides.
+    """Return the instance for a row of HumanEval or HumanEval+: `check(candidate)` in `test` decides.
 
     Raises:
-        RowError: `test` defines no `check`, or a field has no place.
+        RowError: `test` does not define `check`, or a field cannot be used.
     """
     prompt, entry_point, test = fields.text("prompt"), fields.text("entry_point"), fields.text("test")
     fields.ignore("canonical_solution", "task_id", "contract", "base_input", "plus_input", "atol")
@@ -46,14 +46,14 @@ def read_humaneval_row(fields: Fields, name: str) -> TaskInstance:
 
 
 def read_mbpp_row(fields: Fields, name: str) -> TaskInstance:
-    """Return the instance that a row of MBPP, its sanitized form or MBPP+ is.
+    """Return the instance for a row of MBPP, its sanitized form or MBPP+.
 
-    The prompt shows `test_list`, as the set's authors do, because only the tests name the function. They decide, or
-    `test` where the row has one (MBPP+). Tests that make objects of a class of the solution run in its process, as
-    kind `unittest`, because such objects cannot cross into another one.
+    The prompt shows `test_list`, as the set's authors do, because only the tests name the function. These tests decide,
+    or `test` if the row has it (MBPP+). Tests that create objects of a class of the solution run in its process, as
+    kind `unittest`, because such objects cannot be passed to another process.
 
     Raises:
-        RowError: the tests call no function of `code`, or a field has no place.
+        RowError: the tests do not call a function of `code`, or a field cannot be used.
     """
     text = fields.text("text", "prompt")
     tests = fields.take("test_list")
@@ -82,10 +82,10 @@ def read_mbpp_row(fields: Fields, name: str) -> TaskInstance:
 
 
 def read_bigcodebench_row(fields: Fields, name: str) -> TaskInstance:
-    """Return the instance that a row of BigCodeBench is: `instruct_prompt`, and the `unittest` cases in `test`.
+    """Return the instance for a row of BigCodeBench: `instruct_prompt`, and the `unittest` cases in `test`.
 
     Raises:
-        RowError: `test` has no test case, or a field has no place.
+        RowError: `test` lacks a test case, or a field cannot be used.
     """
     prompt = fields.text("instruct_prompt") if "instruct_prompt" in fields else fields.text("complete_prompt")
     test = fields.text("test")
@@ -100,10 +100,10 @@ def read_bigcodebench_row(fields: Fields, name: str) -> TaskInstance:
 
 
 def read_apps_row(fields: Fields, name: str) -> TaskInstance:
-    """Return the instance that a row of APPS or TACO is: programs, or calls where `input_output` has a `fn_name`.
+    """Return the instance for a row of APPS or TACO: programs, or calls if `input_output` contains a `fn_name`.
 
     Raises:
-        RowError: there are no tests, the task has pictures, or a field has no place.
+        RowError: tests are missing, the task has pictures, or a field cannot be used.
     """
     question = fields.text("question")
     stored = fields.take("input_output")
@@ -159,7 +159,7 @@ def _parsed(code: str, fields: Fields, field: str) -> ast.Module:
 
 
 def _defined(code: str, fields: Fields, field: str) -> dict[str, str]:
-    """Return the functions and classes that a module defines at its top, by name."""
+    """Return the functions and classes defined at a module's top level, by name."""
     return {
         each.name: "class" if isinstance(each, ast.ClassDef) else "function"
         for each in _parsed(code, fields, field).body

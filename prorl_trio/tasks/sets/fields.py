@@ -1,4 +1,4 @@
-"""The fields of a published row: found under any spelling, and none dropped that could change the question."""
+"""The fields of a published row: found under any spelling, and never dropped if they could change the question."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HARMLESS: Final = frozenset({
     "tag", "tags", "title", "topic", "topic_name", "type", "uid", "unnamed:_0", "url", "uuid", "version",
     "worked_solution", "year",
 })  # fmt: skip
-"""Fields that say where a question comes from or how it is solved, in the published sets of `docs/tasks.md`."""
+"""Fields about a question's origin or solution, in the published sets of `docs/tasks.md`."""
 _HARMLESS_FORM: Final = re.compile(
     r".*_(?:ids?|idx|index|rate|count|score|difficulty|level|solutions?|domain|date|valid|metrics)|(?:is|has|num|n)_.*"
 )
@@ -30,21 +30,21 @@ _STATISTIC: Final = re.compile(
     r"|.*(?:rate|count|score|pass|mean|avg|acc|accuracy|reward|prob|len|length|chars|words|tokens|votes|views|likes|rank"
     r"|seed|order|position|number|hash|time|rating|size|page|round|id|idx|index)(?:_\d+)?"
 )
-"""A number with such a name is a figure about the row."""
+"""A number with such a name is a statistic about the row."""
 _MATERIAL: Final = re.compile(
     r"image|img|picture|photo|figure|diagram|chart|audio|video|media|file|attachment|document|passage|context|article"
     r"|paragraph|evidence|table|body|tool|tolerance|precision"
 )
-"""A field with such a name belongs to the question, whatever it holds."""
+"""A field with such a name belongs to the question, whatever it contains."""
 NOTHING: Final = frozenset({"nan", "none", "null", "n/a", "#n/a", "...", "<na>", "undefined"})
-"""The words that programs write for a missing text."""
+"""Words that programs write for a missing text."""
 _PICTURE: Final = re.compile(
     r"<(?:image|video|audio)(?:[ _]?\d+)?>|<img\b|!\[[^\]]*\]\([^)]*\)|\\includegraphics", re.IGNORECASE
 )
 
 
 class RowError(ValueError):
-    """A row cannot be used. `field` is the row's field, as it is spelled there; empty for the row as a whole."""
+    """A row cannot be used. `field` is the row's field as spelled there; empty for the row as a whole."""
 
     def __init__(self, problem: str, field: str = "") -> None:
         super().__init__(f"field `{field}`: {problem}" if field else problem)
@@ -53,7 +53,7 @@ class RowError(ValueError):
 
 
 class Fields:
-    """A row whose fields are found by their names in lower case, with `_` for blanks, and taken one by one."""
+    """A row whose fields are accessed by lower-case names, with `_` for blanks, and consumed one by one."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.row = row
@@ -66,11 +66,11 @@ class Fields:
             self._names[key] = name
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the row has a field of that name with something in it."""
+        """Return whether the row has a non-empty field of that name."""
         return name in self._names and not _is_empty(self.row[self._names[name]])
 
     def has(self, name: str) -> bool:
-        """Return whether the row has a field of that name, even an empty one."""
+        """Return whether the row has a field of that name, possibly empty."""
         return name in self._names
 
     def spelled(self, name: str) -> str:
@@ -78,15 +78,15 @@ class Fields:
         return self._names.get(name, name)
 
     def take(self, name: str) -> Any:
-        """Return a field's value; None if there is none. The field counts as used."""
+        """Return a field's value; None if it is missing. The field counts as used."""
         self._used.add(name)
         return self.row.get(self._names.get(name, ""))
 
     def text(self, *names: str) -> str:
-        """Return the text of the one field among `names` that has one.
+        """Return the text of the only field among `names` that has one.
 
         Raises:
-            RowError: none has, two have different ones, or it is no text.
+            RowError: none has a text, two texts differ, or a value is not a text.
         """
         there = [name for name in names if name in self]
         values = {name: self.take(name) for name in there}
@@ -106,7 +106,7 @@ class Fields:
         return str(values[there[0]])
 
     def label(self, *names: str) -> str:
-        """Return the first of `names` that is a text or a number, as a text; empty if none is."""
+        """Return the first of `names` that is a text or a number, as a text; empty if there is none."""
         for name in names:
             value = self.take(name)
             if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
@@ -118,18 +118,18 @@ class Fields:
         raise RowError(problem, self.spelled(name))
 
     def ignore(self, *names: str) -> None:
-        """Mark fields as of no use here."""
+        """Mark fields as irrelevant."""
         self._used.update(names)
 
     def ignore_rest(self) -> None:
-        """Mark every field as of no use: the form is known, and nothing else in it belongs to the question."""
+        """Mark every field as irrelevant: the form is known, and no other field belongs to the question."""
         self._used.update(self._names)
 
     def finish(self, *texts: str) -> None:
-        """Check that nothing which could change the question is left out.
+        """Check that no field that could change the question is lost.
 
-        `texts` are what the policy will read. A field that is neither used, empty, true or false, a figure about the
-        row nor known to be harmless refuses the row.
+        `texts` are the texts shown to the policy. A field refuses the row unless it is used, empty, a boolean, a
+        statistic about the row, or known to be harmless.
         """
         for key, name in self._names.items():
             if key not in self._used and not _is_harmless(key, self.row[name]):
@@ -144,7 +144,7 @@ class Fields:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in words."""
+    """Return the type of a JSON value in words."""
     if value is None:
         return "null"
     kinds = {

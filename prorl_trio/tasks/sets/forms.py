@@ -1,4 +1,4 @@
-"""The published forms of rows that are read: which one a row has, and what to say if it has none."""
+"""The supported published forms of rows: detect a row's form, or explain why none matches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ TRUTH: Final = "reward_model.ground_truth"
 
 
 def read_verl_row(fields: Fields, name: str) -> TaskInstance:
-    """Return the instance that a row of verl's form is: of the handler `code` if its truth has tests, else of `math`.
+    """Return the instance for a row in verl's form: for the handler `code` if its ground truth has tests, else `math`.
 
-    The truth is a text, a number, a list of one of them, or `{"inputs": [...], "outputs": [...]}` with `fn_name` or
-    without. The prompt is one question, with a system prompt or without.
+    The ground truth is a text, a number, a list with one such element, or `{"inputs": [...], "outputs": [...]}` with or
+    without `fn_name`. The prompt is one question, with or without a system prompt.
 
     Raises:
-        RowError: it is graded in another way, or the dialogue has earlier turns, pictures or tools.
+        RowError: it is graded differently, or the dialogue contains earlier turns, pictures or tools.
     """
     for picture in PICTURES:
         if picture in fields:
@@ -73,7 +73,7 @@ def read_verl_row(fields: Fields, name: str) -> TaskInstance:
 
 
 def _dialogue(fields: Fields) -> tuple[str, str]:
-    """Return the system prompt, or an empty text, and the question."""
+    """Return the system prompt (or an empty text) and the question."""
     prompt = _decoded(fields.take("prompt"))
     if isinstance(prompt, str):
         return "", prompt
@@ -94,7 +94,7 @@ def _dialogue(fields: Fields) -> tuple[str, str]:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message, which some write as parts."""
+    """Return the text of a message, which may be split into parts."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "\n".join(str(part.get("text")) for part in content)
     if not isinstance(content, str):
@@ -116,21 +116,21 @@ def _check_extras(fields: Fields) -> None:
 
 
 def _holds_something(value: Any) -> bool:
-    """Return whether there is more than nulls, which Parquet puts where other rows of a set have something."""
+    """Return whether a value contains more than nulls, which Parquet adds for fields of other rows in the set."""
     if isinstance(value, dict):
         return any(map(_holds_something, value.values()))
     return value not in (None, "", [], False)
 
 
 def _decoded(stored: Any) -> Any:
-    """Read a truth or a dialogue that is stored as JSON; anything else is returned as it is."""
+    """Parse a ground truth or a dialogue that is stored as JSON; return anything else unchanged."""
     if isinstance(stored, str) and stored.lstrip()[:1] in ("{", "["):
         try:
             found = json.loads(stored)
         except (ValueError, RecursionError):
             return stored
         texts = isinstance(found, list) and all(isinstance(each, str | dict) for each in found)
-        return found if texts or isinstance(found, dict) else stored  # "[1, 2]" is an interval, or a list
+        return found if texts or isinstance(found, dict) else stored  # "[1, 2]" may be an interval or a list
     return stored
 
 
@@ -148,9 +148,9 @@ class Form(NamedTuple):
     """A form of rows.
 
     Attributes:
-        name: the sets that have it.
-        needs: the fields that it is known by; of several names in one text, separated by `|`, one is enough.
-        read: returns the instance that a row is. Raises RowError.
+        name: the sets that use it.
+        needs: the fields that identify it; a text with several names separated by `|` requires one of these fields.
+        read: returns the instance for a row. Raises RowError.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Form(NamedTuple):
     read: Callable[[Fields, str], TaskInstance]
 
     def missing(self, fields: Fields) -> list[str]:
-        """Return what a row lacks to have this form."""
+        """Return the fields that a row lacks for this form."""
         return [need for need in self.needs if not any(map(fields.has, need.split("|")))]
 
 
@@ -166,7 +166,7 @@ MISSHAPEN: Final = "a field does not have the type that its form has as publishe
 
 
 class UnknownForm(RowError):
-    """A row has none of the known forms. The message of a file lists them once."""
+    """A row matches none of the known forms. The message for a file lists them once."""
 
 
 def _livecodebench(fields: Fields, name: str) -> TaskInstance:
@@ -176,7 +176,7 @@ def _livecodebench(fields: Fields, name: str) -> TaskInstance:
         raise RowError(f"there is no {exc}", "metadata" if exc.args == ("func_name",) else "public_test_cases") from exc
     except json.JSONDecodeError as exc:
         raise RowError("a value in its tests or its metadata is no JSON") from exc
-    except ValueError as exc:  # a sentence of the reader's own
+    except ValueError as exc:  # a sentence written by the reader
         raise RowError(str(exc)) from exc
     if instance is None:
         fields.refuse("it holds no tests", "public_test_cases")
@@ -207,7 +207,7 @@ FORMS: Final = (
         read_math_row,
     ),
 )
-"""The first whose needs a row meets is its form."""
+"""The first form whose needs a row meets applies."""
 
 
 def known_forms() -> str:
@@ -222,23 +222,23 @@ def known_forms() -> str:
 def read_row(
     row: dict[str, Any], name: str, read_swe: Callable[[dict[str, Any], str], TaskInstance | None]
 ) -> TaskInstance:
-    """Return the instance that a row is, or is read as.
+    """Return the instance contained in or derived from a row.
 
     Args:
         row: the row.
-        name: the instance's name where the row has none.
+        name: the instance's name if the row lacks one.
         read_swe: reads the rows of SWE-bench and its relatives.
 
     Raises:
-        UnknownForm: it has none of the known forms.
-        RowError: it has one, but cannot be used.
+        UnknownForm: it matches none of the known forms.
+        RowError: it matches one, but cannot be used.
     """
     if "handler" in row:
         return TASK_INSTANCE.read(Fields(row), name)
     try:
         if (instance := read_swe(row, name)) is not None:
             return instance
-    except ValueError as exc:  # a sentence of the reader's own
+    except ValueError as exc:  # a sentence written by the reader
         raise RowError(str(exc)) from exc
     except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as exc:
         raise RowError(MISSHAPEN) from exc
@@ -261,7 +261,7 @@ def read_row(
 def _unknown(fields: Fields) -> UnknownForm:
     shown = ", ".join(f"`{name}`" for name in list(fields.row)[:8]) or "none"
     problem = f"its form is unknown; its fields are {shown}"
-    forms = (TASK_INSTANCE, *reversed(FORMS))  # of forms that are equally near, the more general
+    forms = (TASK_INSTANCE, *reversed(FORMS))  # of equally close forms, the more general wins
     nearest = max(forms, key=lambda form: 1 - len(form.missing(fields)) / len(form.needs))
     missing = nearest.missing(fields)
     if len(missing) < len(nearest.needs):

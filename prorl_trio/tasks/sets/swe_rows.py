@@ -1,6 +1,6 @@
-"""Published rows of software engineering: SWE-bench 5 and before, SWE-Gym, SWE-rebench, SWE-smith and R2E-Gym.
+"""Published rows of software engineering: SWE-bench up to 5, SWE-Gym, SWE-rebench, SWE-smith and R2E-Gym.
 
-Of a row's own gold patch nothing goes into the instance; but of SWE-smith, whose patch is the bug that is put in.
+A row's gold patch is never part of the instance, except for SWE-smith, whose patch introduces the bug.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 REPO_DIR: Final = "/testbed"
 TIMEOUT_S: Final = 1800.0
-"""The time for all tests of a row, as SWE-bench has it. A single one has the same."""
+"""The time for all tests of a row, as in SWE-bench. A single test has the same limit."""
 
 CONDA: Final = {
     "PATH": "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin:"
@@ -36,7 +36,7 @@ CONDA: Final = {
     "CONDA_PREFIX": "/opt/miniconda3/envs/testbed",
     "CONDA_DEFAULT_ENV": "testbed",
 }
-"""Variables that `conda activate testbed` sets in images of SWE-bench and of those made like them."""
+"""Variables set by `conda activate testbed` in images of SWE-bench and similar sets."""
 
 PROGRESS: Final = re.compile(r"\[\s*\d+%\]")
 
@@ -46,14 +46,14 @@ R2E_ENV: Final = {
     "PYTHONWARNINGS": "ignore",
     "QT_QPA_PLATFORM": "minimal",
 }
-"""Variables of R2E-Gym's run_tests.sh, and those of the environment that it calls by its path."""
+"""Variables of R2E-Gym's run_tests.sh, and of the environment that it calls by path."""
 R2E_TESTS: Final = "r2e_tests"
 R2E_HIDDEN: Final = (
     *(R2E_TESTS, "run_tests.sh", "syn_issue.json", "expected_test_output.json", "execution_result.json"),
     *("parsed_commit.json", "modified_files.json", "modified_entities.json"),
     *("/r2e_tests", "/root/r2e_tests", "/root/run_tests.sh"),
 )
-"""Files and folders that R2E-Gym moves out of the agent's sight, and where to."""
+"""Files and folders that R2E-Gym hides from the agent, and their new locations."""
 
 SWE_BENCH_REPOS: Final = frozenset({
     "astropy/astropy", "django/django", "matplotlib/matplotlib", "mwaskom/seaborn", "pallets/flask", "psf/requests",
@@ -68,16 +68,16 @@ SWE_GYM_REPOS: Final = frozenset({
 START: Final = ">>>>> Start Test Output"
 END: Final = ">>>>> End Test Output"
 OFFLINE: Final = "export PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1"
-"""There is no network: pip does not try for it."""
+"""There is no network, so pip must not try to use it."""
 NO_GIT: Final = "git() { :; }"
-"""An evaluation script puts the repository and its tests in order. Here that is done, and from another history."""
+"""An evaluation script resets the repository and its tests with git. We do that ourselves, from another history."""
 
 
-# Commands by which published rows of software engineering run their tests, as arguments of a runner.
+# Test commands of published software engineering rows, as arguments of a runner.
 #
-# Benchmarks run a shell command and read its log. Here results come from the runner itself, so such a command is
-# taken apart: what is before the runner becomes a script, and what follows it its arguments. A command that runs
-# anything else is refused.
+# Benchmarks run a shell command and parse its log. Our results come from the runner itself, so such a command is split:
+# the part before the runner becomes a script, and the rest becomes the runner's arguments. A command that runs anything
+# else is refused.
 
 _PYTESTS: Final = ("pytest", "py.test")
 _PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*")
@@ -90,7 +90,7 @@ _SELECTS: Final = re.compile(r"--deselect=.*|-[km].+")
 _SELECTS_NEXT: Final = frozenset({"-k", "-m", "--deselect"})
 _TOX_OPTIONS: Final = re.compile(r"--current-env|-e.+|-[vq]+")
 _DJANGO_VALUES: Final = {"--settings": True, "--verbosity": True, "-v": False, "--parallel": False}
-"""Options with a value, and which are kept. Of `--parallel` there is none: 1 is set where Django knows of it."""
+"""Options with a value, and whether they are kept. `--parallel` is dropped: it is set to 1 if Django supports it."""
 _DJANGO_IGNORED: Final = frozenset({"--noinput", "--failfast"})
 _NO_CACHE: Final = frozenset({"-C", "--no-cache"})
 _SYMPY_OPTIONS: Final = frozenset({*_NO_CACHE, "-v", "--verbose", "--no-colors"})
@@ -107,15 +107,15 @@ for option in ("setenv", "set_env"):
             print("export {}={}".format(pair.group(1), shlex.quote(pair.group(2))))
 END_OF_TOX
 )\""""
-"""Exports what tox.ini sets for all environments. That file is the row's or the base's; values of its own language
-(`{envdir}`) are left out."""
+"""Exports the variables that tox.ini sets for all environments. That file is the row's or the base's. Values in tox's
+own syntax (`{envdir}`) are omitted."""
 
 
 class RunnerCommand(NamedTuple):
-    """A command that runs tests: a script of bash before it, the arguments of its runner, and which that is.
+    """A command that runs tests: a bash script before it, the runner's arguments, and the runner.
 
-    `selects` says that it ran only a part of the tests in its files. All are run here: the names decide what counts,
-    and tests that must fail are among them.
+    `selects` means that it ran only a part of the tests in its files. We run all tests in these files, including the
+    canaries; names decide which results count.
     """
 
     script: str
@@ -125,11 +125,10 @@ class RunnerCommand(NamedTuple):
 
 
 def read_command(command: str) -> RunnerCommand:
-    """Return what a command line that runs tests says: variables before it as a script, its runner and its arguments.
+    """Return the parts of a test command: a script with variables, the runner, and its arguments.
 
-    Left out are options of pytest-xdist, for tests run one after the other in one process, and those by which pytest
-    stops at a failure, or runs a part of the tests. Tox is taken for the pytest that it runs, with the variables that
-    tox.ini sets.
+    Options are omitted if they belong to pytest-xdist (tests run sequentially in one process), stop pytest at a
+    failure, or select a part of the tests. Tox is replaced by the pytest that it runs, with the variables from tox.ini.
 
     Raises:
         ValueError: it runs something else, or more than one command.
@@ -156,7 +155,7 @@ def read_command(command: str) -> RunnerCommand:
 
 
 def _program(words: list[str]) -> tuple[str, list[str]]:
-    """Return the script of a repository that a command runs, or tox, and what follows."""
+    """Return the repository's script (or tox) that a command runs, and the remaining words."""
     at = 1 if words and _PYTHON.fullmatch(words[0]) else 0
     name = "".join(words[at : at + 1]).removeprefix("./")
     return "tox" if name.rsplit("/", 1)[-1] == "tox" else name, words[at + 1 :]
@@ -177,7 +176,7 @@ def _read_tox(words: list[str]) -> RunnerCommand:
 
 
 def _read_django(words: list[str]) -> RunnerCommand:
-    """Each option in one word, before the labels. Tests run in one process, and none that fails ends them."""
+    """Return a command with each option in one word, before the labels. Tests run in one process without fail-fast."""
     options: list[str] = []
     labels: list[str] = []
     rest = iter(words)
@@ -194,7 +193,7 @@ def _read_django(words: list[str]) -> RunnerCommand:
 
 
 def _read_sympy(words: list[str]) -> RunnerCommand:
-    """Files. Without its cache SymPy is as `-C` has it."""
+    """Return a command with files as arguments. `-C` is equivalent to running SymPy without its cache."""
     script = "export SYMPY_USE_CACHE=no" if _NO_CACHE.intersection(words) else ""
     files = [word for word in words if word not in _SYMPY_OPTIONS]
     if unknown := [word for word in files if word.startswith("-")]:
@@ -206,7 +205,7 @@ _READERS: Final = {"bin/test": _read_sympy, "tox": _read_tox, "tests/runtests.py
 
 
 def _after_pytest(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the values of Python's -W, and what follows `pytest` or `python -m pytest`; None if it is neither."""
+    """Return the values of Python's -W, and the words after `pytest` or `python -m pytest`; None for other programs."""
     if not words:
         return [], None
     if words[0].rsplit("/", 1)[-1] in _PYTESTS:
@@ -222,10 +221,10 @@ def _after_pytest(words: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _after_tox(words: list[str]) -> list[str]:
-    """Return what tox hands on to pytest; tests of SWE-bench are run so in an environment that is there already.
+    """Return the arguments that tox passes to pytest; SWE-bench uses tox with an existing environment.
 
     Raises:
-        ValueError: tox would make an environment of its own, or do something else.
+        ValueError: tox would create its own environment, or do something else.
     """
     options = words[: words.index("--")] if "--" in words else words
     rest = iter(options)
@@ -239,7 +238,7 @@ def _after_tox(words: list[str]) -> list[str]:
 
 
 def _all_in_one_process(arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments that are kept, and whether a selection of tests was not."""
+    """Return the arguments to keep, and whether a selection of tests was removed."""
     kept: list[str] = []
     selects = False
     words = iter(arguments)
@@ -254,12 +253,12 @@ def _all_in_one_process(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def read_eval_script(script: str) -> RunnerCommand:
-    """Return what SWE-bench's evaluation script does before its tests, and the tests' command.
+    """Return the set-up of SWE-bench's evaluation script, and the test command.
 
-    Its own resets and patches of test files do nothing: the files are the row's when it runs.
+    Its resets and patches of test files have no effect, because the files are already the row's when it runs.
 
     Raises:
-        ValueError: it has no marks around one command, or that is none of a runner.
+        ValueError: it lacks the marks around one command, or the command does not use a supported runner.
     """
     before, start, rest = script.partition(START)
     between, end, _ = rest.partition(END)
@@ -275,14 +274,14 @@ def read_eval_script(script: str) -> RunnerCommand:
 
 
 class _Specification(msgspec.Struct):
-    """The way in which tests of a version are run, as tables of SWE-bench 4 and rows of SWE-rebench have it."""
+    """The way to run the tests of a version, as in tables of SWE-bench 4 and rows of SWE-rebench."""
 
     test_cmd: str | list[str]
     install: str | list[str] | None = None
     eval_commands: list[str] | None = None
 
     def command(self) -> RunnerCommand:
-        """Return its test command, after what is installed anew. Raises ValueError: it is none of a runner."""
+        """Return its test command, preceded by reinstallations. Raises ValueError if the runner is not supported."""
         commands = [self.test_cmd] if isinstance(self.test_cmd, str) else self.test_cmd
         if len(commands) != 1:
             raise ValueError(f"test_cmd has {len(commands)} commands, where 1 is expected")
@@ -293,16 +292,16 @@ class _Specification(msgspec.Struct):
 
 
 class Specifications:
-    """The tests' commands by repository and version. `*` stands for any that is not named."""
+    """The test commands by repository and version. `*` stands for any other version."""
 
     def __init__(self, table: dict[str, dict[str, _Specification]]) -> None:
         self._table = table
 
     def command(self, row: dict[str, Any]) -> RunnerCommand:
-        """Return the command of a row's tests: by the row's own specification, else by the table.
+        """Return the command of a row's tests from the row's own specification, else from the table.
 
         Raises:
-            ValueError: neither has one, or it is none of a runner.
+            ValueError: neither contains one, or the runner is not supported.
         """
         own = row.get("install_config") or row
         if isinstance(own, str):
@@ -324,12 +323,12 @@ class Specifications:
 
 
 def read_specifications(path: Path | None) -> Specifications:
-    """Return the specifications of a JSON file: `{REPOSITORY: {VERSION: {"test_cmd": ...}}}`; none without a file.
+    """Return the specifications in a JSON file: `{REPOSITORY: {VERSION: {"test_cmd": ...}}}`; empty without a file.
 
-    That is the form of SWE-bench 4's table `MAP_REPO_VERSION_TO_SPECS`. Blocks on the disk.
+    The form is that of SWE-bench 4's table `MAP_REPO_VERSION_TO_SPECS`. Blocks on the disk.
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: the file is unreadable, or contains something else.
     """
     if path is None:
         return Specifications({})
@@ -347,9 +346,9 @@ def read_specifications(path: Path | None) -> Specifications:
 
 
 def changed_tests(runner: RunnerName, test_patch: str) -> list[str]:
-    """Return the modules that a row's change to its tests is in, as arguments of its runner.
+    """Return the modules changed by a row's test patch, as arguments of its runner.
 
-    That is what SWE-bench runs where ids do not name their files; here only modules of Python.
+    SWE-bench runs them if ids do not contain their files; we include only Python modules.
     """
     changed = dict.fromkeys(re.findall(r"^diff --git a/.* b/(.*\.py)$", test_patch, re.MULTILINE))
     if runner == "sympy":
@@ -358,10 +357,11 @@ def changed_tests(runner: RunnerName, test_patch: str) -> list[str]:
 
 
 def test_files_of(test_ids: list[str]) -> list[str]:
-    """Return the files of pytest's node ids, each once.
+    """Return the files of pytest's node ids, without duplicates.
 
     Raises:
-        ValueError: one is no such id: it was cut, or, if all are none, they are of another runner.
+        ValueError: an id is invalid because it was truncated, or, if all are invalid, because they belong to another
+            runner.
     """
     files: dict[str, None] = {}
     others: list[str] = []
@@ -388,16 +388,16 @@ test_files_of.__test__ = False  # type: ignore[attr-defined] # pytest is not to 
 def read_swe_row(
     row: dict[str, Any], name: str, specifications: Specifications, stand_ins: Callable[[], Mapping[str, str]]
 ) -> TaskInstance | None:
-    """Return the instance that a published row is; None if it is none of these forms.
+    """Return the instance for a published row; None if it matches none of these forms.
 
     Args:
         row: as published.
-        name: what it is called where it has no `instance_id`.
-        specifications: how tests are run, where the row does not say so.
-        stand_ins: tells which image of ours stands for a published one, by its name (`docker://...`).
+        name: the instance's name if the row lacks `instance_id`.
+        specifications: test commands for rows that do not contain them.
+        stand_ins: returns our images by published name (`docker://...`).
 
     Raises:
-        ValueError: a field is missing, or has what it must not have, or the tests have another runner. With the field.
+        ValueError: a field is missing or invalid, or the runner is not supported. The message contains the field.
     """
     if {"expected_output_json", "docker_image"} <= row.keys():
         payload = _r2e(row)
@@ -418,7 +418,7 @@ def read_swe_row(
 
 
 def _swe_bench(row: dict[str, Any], name: str, specifications: Specifications) -> dict[str, Any]:
-    """SWE-bench 5, whose rows have a script; and the form before it, which SWE-Gym and SWE-rebench have as well."""
+    """Convert SWE-bench 5, whose rows have a script, and the earlier form, also used by SWE-Gym and SWE-rebench."""
     tests = _tests(row)
     read_patch(str(row.get("patch") or ""), "patch")
     if "eval_script" in row:
@@ -449,7 +449,7 @@ def _swe_bench(row: dict[str, Any], name: str, specifications: Specifications) -
 
 
 def _sources(gold: str, test_patch: str = "") -> list[str]:
-    """Return the files that a right patch changes although they are where tests are."""
+    """Return the files in test folders that a correct patch changes."""
     changed, tests = (
         dict.fromkeys(re.findall(r"^diff --git a/.* b/(.*)$", patch, re.MULTILINE)) for patch in (gold, test_patch)
     )
@@ -457,7 +457,7 @@ def _sources(gold: str, test_patch: str = "") -> list[str]:
 
 
 def _smith(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """SWE-smith: the patch is the bug; files with tests that it breaks are not there while the agent works."""
+    """Convert SWE-smith: the patch is the bug; files with tests that it breaks are hidden from the agent."""
     tests = _tests(row)
     broken = test_files_of(tests["fail_to_pass"])
     files = test_files_of([*tests["fail_to_pass"], *tests["pass_to_pass"]])
@@ -475,7 +475,7 @@ def _smith(row: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _r2e(row: dict[str, Any]) -> dict[str, Any]:
-    """R2E-Gym: the tests are in the row, in no folder of the repository, and their results as a whole are compared."""
+    """Convert R2E-Gym: the tests are in the row instead of the repository; their results are compared as a whole."""
     statement = _text(row, "problem_statement")
     issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", statement, re.DOTALL)
     told = _json(row, "execution_result_content", dict)
@@ -516,7 +516,7 @@ def _tests(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(row: dict[str, Any], field: str) -> list[str]:
-    """Return the names of tests, without the progress of a run (`[100%]`) that a parser of logs took for a name."""
+    """Return the names of tests, without progress marks (`[100%]`) that a log parser mistook for names."""
     names = _json(row, field, list)
     if odd := [name for name in names if not isinstance(name, str) or not name.strip()]:
         raise ValueError(f"{field} has {odd[0]!r}, which is no name of a test: mend the row, or leave it out")
@@ -524,7 +524,7 @@ def _names(row: dict[str, Any], field: str) -> list[str]:
 
 
 def _options(command: RunnerCommand) -> list[str]:
-    """Return a command's arguments; the files in it come from the tests' names."""
+    """Return a command's arguments; its files come from the tests' names."""
     return [word for word in command.arguments if not word.partition("::")[0].endswith(".py")]
 
 
@@ -548,7 +548,7 @@ def _image(row: dict[str, Any], name: str) -> str:
 
 
 def _reference(image: str) -> str:
-    """Return an image as it is stored: a name with a slash is a registry's, unless it is a path."""
+    """Return an image reference: a name with a slash belongs to a registry, unless it is a path."""
     return image if "://" in image or "/" not in image or image[0] in "/." else f"docker://{image}"
 
 
@@ -559,7 +559,7 @@ def _text(row: dict[str, Any], field: str) -> str:
 
 
 def _json(row: dict[str, Any], field: str, kind: type[Any]) -> Any:
-    """Return a field that is a list or an object, or the JSON text of one."""
+    """Return a field that is a list or an object, or JSON text of one."""
     value = row.get(field)
     if isinstance(value, str):
         try:

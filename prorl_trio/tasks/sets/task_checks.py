@@ -1,4 +1,4 @@
-"""Checks of task instances by their own handlers: payload and gold answer, as a node checks them at submit."""
+"""Checks of task instances by their own handlers: payload and gold answer, as at submission to a node."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 3600.0
-"""Limit of the wall time for the gold answers of one set. Those that are left then are checked by the node only."""
+"""Limit of the wall time for the gold answers of one set. The remaining ones are checked only by the node."""
 GOLDS_PER_PROCESS: Final = 100
 MAX_PROCESSES: Final = 8
 BAR_FROM: Final = 200
-"""Number of gold answers from which a progress bar is shown, on a terminal."""
+"""Number of gold answers from which a progress bar is shown on a terminal."""
 MAX_REMEMBERED: Final = 1_000
-"""Limit of the sets whose verdict is kept in the cache folder."""
+"""Limit on the sets whose verdict is cached in the cache folder."""
 
 
 def check_instances(instances: Sequence[TaskInstance]) -> dict[int, RowError]:
-    """Return why instances cannot be used, by their places. Blocks; starts scoring processes where golds are checked.
+    """Return why instances cannot be used, by index. Blocks; starts scoring processes if gold answers are checked.
 
-    Each payload has to be one that can be sent, that its handler accepts, and whose gold answer the handler's
-    `gold_check` can grade. The same set is not graded again: the cache folder remembers the verdict by the set's
-    content and the grader's source. A handler that is not installed here checks nothing.
+    Each payload must be encodable and accepted by its handler, and the handler's `gold_check` must be able to grade its
+    gold answer. A set is graded only once: the cache folder stores the verdict by the set's content and the grader's
+    source. A handler that is not installed here checks nothing.
     """
     found: dict[int, RowError] = {}
     handlers = {name: _handler(name) for name in dict.fromkeys(each.handler for each in instances)}
@@ -80,11 +80,11 @@ def check_instances(instances: Sequence[TaskInstance]) -> dict[int, RowError]:
 
 
 def _handler(name: str) -> AgentHandler | None:
-    """Return the handler of that name; None if it is not installed here, or cannot be loaded."""
+    """Return the handler of that name; None if it is not installed here or cannot be loaded."""
     for entry in entry_points(group=GROUP, name=name):
         try:
             handler = entry.load()()
-        except Exception as exc:  # a plug-in that needs what only a node has
+        except Exception as exc:  # a plug-in that works only on a node
             logger.warning("handler %s (%s) cannot be loaded here: %s", name, entry.value, exc)
             return None
         return handler if isinstance(handler, AgentHandler) else None
@@ -102,7 +102,7 @@ def _check_sendable(instance: TaskInstance) -> None:
 
 
 def _row_error(error: MalformedJob) -> RowError:
-    """Return the refusal of a payload with the field as it is in the row: `payload.answer`."""
+    """Return the refusal of a payload with the field's name in the row: `payload.answer`."""
     path = error.path.removeprefix("$").removeprefix(".").removeprefix("instance").removeprefix(".")
     message = str(error).removesuffix(f" - at `{error.path}`")
     return RowError(message[:1].lower() + message[1:] if message[1:2].islower() else message, path)
@@ -112,7 +112,7 @@ def _row_error(error: MalformedJob) -> RowError:
 
 
 def _check_golds(tasks: Sequence[tuple[Any, Any]]) -> dict[int, RowError]:
-    """Return why gold answers cannot be graded, by their places in `tasks`; from the cache folder if it is known."""
+    """Return why gold answers cannot be graded, by index in `tasks`; from the cache folder if known."""
     verdict = cache_dir() / "checked-tasks" / f"{_digest(tasks)}.json"
     try:
         known = msgspec.json.decode(verdict.read_bytes(), type=dict[int, tuple[str, str]])
@@ -125,7 +125,7 @@ def _check_golds(tasks: Sequence[tuple[Any, Any]]) -> dict[int, RowError]:
 
 
 async def _examine(tasks: Sequence[tuple[Any, Any]]) -> tuple[dict[int, RowError], bool]:
-    """Return the refusals by place, and whether every check could be carried out."""
+    """Return the refusals by index, and whether every check was carried out."""
     processes = min(MAX_PROCESSES, os.cpu_count() or 1, 1 + len(tasks) // GOLDS_PER_PROCESS)
     console = Console(file=sys.stderr)
     columns = (TextColumn("gold answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -141,7 +141,7 @@ async def _examine(tasks: Sequence[tuple[Any, Any]]) -> tuple[dict[int, RowError
 
 
 def _in_thread(work: Callable[[], Awaitable[T]]) -> T:
-    """Run an async function in a loop of its own, from inside of another loop or not; Ctrl-C cancels it."""
+    """Run an async function in a new event loop, even from inside another one; Ctrl-C cancels it."""
     scope = trio.CancelScope()
     result: list[T] = []
     errors: list[BaseException] = []
@@ -155,7 +155,7 @@ def _in_thread(work: Callable[[], Awaitable[T]]) -> T:
     def run() -> None:
         try:
             trio.run(main)
-        except BaseException as exc:  # noqa: ASYNC103 - raised again by the thread that waits for this one
+        except BaseException as exc:  # noqa: ASYNC103 - re-raised by the waiting thread
             errors.append(exc)
 
     thread = threading.Thread(target=run, name="gold checks")
@@ -173,7 +173,7 @@ def _in_thread(work: Callable[[], Awaitable[T]]) -> T:
 
 
 def _digest(tasks: Sequence[tuple[Any, Any]]) -> str:
-    """Return a name for these tasks and the graders that read them."""
+    """Return a digest of these tasks and their graders."""
     digest = hashlib.blake2b(digest_size=16)
     for check in sorted({handler.gold_check for handler, _ in tasks}):
         digest.update(check.encode())
@@ -186,7 +186,7 @@ def _digest(tasks: Sequence[tuple[Any, Any]]) -> str:
 
 
 def _sources(package: str) -> Iterator[str]:
-    """Yield what changes with a grader's code: the files of its package, and versions of what it reads with."""
+    """Yield everything that a grader depends on: the files of its package, and the versions of its dependencies."""
     spec = find_spec(package)
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
@@ -203,7 +203,7 @@ def _sources(package: str) -> Iterator[str]:
 
 
 def _remember(verdict: Path, errors: dict[int, tuple[str, str]]) -> None:
-    """Write a set's verdict. A cache folder that cannot be written only costs the time of the next check."""
+    """Write a set's verdict. If the cache folder is not writable, only the next check takes longer."""
     try:
         verdict.parent.mkdir(parents=True, exist_ok=True)
         old = sorted(verdict.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-MAX_REMEMBERED]

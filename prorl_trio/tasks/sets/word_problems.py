@@ -1,7 +1,7 @@
-"""Sums and short word problems: generated, seeded, in twelve families, for models that are tiny or learn.
+"""Generated and seeded sums and short word problems, in twelve families, for tiny models and for training.
 
-The problems to train on and those held out share no wording, no name, no thing and no number: a policy that solves
-held-out ones has learned to read such problems, not these.
+Training and held-out problems share no wording, name, thing or number. A policy that solves held-out problems has
+learned to understand such problems, not to recall them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Family(NamedTuple):
     Attributes:
         name: of the family.
         expression: Python over the numbers of a problem; its value is the answer.
-        solve: the answer; None for numbers that make no problem of the family.
-        ranges: what each number of a problem is drawn from.
-        train: wordings of the problems that are trained on. {n} and {m} are names, {t} things.
-        held_out: wordings of the others.
+        solve: the answer; None if the numbers do not form a problem of the family.
+        ranges: from which each number of a problem is drawn.
+        train: wordings of the training problems. {n} and {m} are names, {t} things.
+        held_out: wordings of the held-out problems.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
 
 DIGITS: Final = range(2, 10)
-"""Numbers of one digit."""
+"""One-digit numbers."""
 _SMALL: Final = range(2, 20)
 _LARGE: Final = range(12, 100)
 
@@ -76,7 +76,7 @@ DRILLS: Final = (
         ("What is {a} / {b}?", "Compute {a} / {b}.", "Divide {a} by {b}."),
     ),
 )
-"""Bare calculations, which are no problems to train on."""
+"""Bare calculations, which are not training problems."""
 
 FAMILIES: Final = (
     Family(
@@ -497,7 +497,7 @@ class WordProblem(msgspec.Struct, frozen=True, kw_only=True):
         return f"print({self.expression})"
 
     def instance(self, **payload: object) -> TaskInstance:
-        """Return it as an instance for the handler `math`; `payload` has more fields of `MathPayload`."""
+        """Return it as an instance for the handler `math`; `payload` contains more fields of `MathPayload`."""
         return TaskInstance(
             instance_id=self.problem_id,
             handler="math",
@@ -511,10 +511,10 @@ EASY: Final = tuple(
     for family in (*DRILLS, *FAMILIES)
     if family.name in ("sum", "difference", "product", "gain", "boxes", "twice")
 )
-"""Families of which an untrained model solves some."""
+"""Families of which an untrained model solves some problems."""
 
 RIGHTLY: Final = 0.2
-"""Share of the demonstrations that calculate what is asked for, but for those that do so by chance."""
+"""Share of the demonstrations with the correct calculation, not counting chance hits."""
 OPERATIONS: Final = ("+", "-", "*", "//")
 _OPERATION: Final = re.compile(r"//|[-+*]")
 
@@ -525,10 +525,10 @@ def held_out_number(number: int) -> bool:
 
 
 def demonstrated(number: int, *, seed: int = 0) -> WordProblem:
-    """Return problem `number` of those that show a policy how it calculates, but hardly what a question asks for.
+    """Return demonstration `number`, which shows a policy how to calculate, but rarely how to understand a question.
 
-    The operations are right in `RIGHTLY` of the problems, so that each family's are seen, and are drawn at random in
-    the others; `answer` is what the program prints, right or not.
+    The operations are correct in `RIGHTLY` of the problems, so that each family's operations occur, and random in the
+    others. `answer` is the output of the program, correct or not.
     """
     problem = _problem(FAMILIES, number, "train", f"demonstrated-{seed}")
     rng = Random(f"operations-{seed}-{number}")
@@ -539,26 +539,26 @@ def demonstrated(number: int, *, seed: int = 0) -> WordProblem:
 
 
 def easy_problem(number: int, *, seed: int = 0) -> WordProblem:
-    """Return a drill or a problem to train on of an easy family; all its numbers have one digit (not the answer)."""
+    """Return a drill or a training problem of an easy family; all its numbers have one digit (except the answer)."""
     return _problem(EASY, number, "train", f"easy-{seed}", among=DIGITS)
 
 
 def word_problem(number: int, *, split: Split = "train", seed: int = 0, family: str | None = None) -> WordProblem:
     """Return problem `number` of a split: a pure function.
 
-    The families take turns, so any twelve in a row have each once; unless `family` names the one to take.
+    The families rotate, so any twelve consecutive problems contain each family once, unless `family` is given.
     """
     families = tuple(each for each in FAMILIES if family in (None, each.name))
     return _problem(families, number, split, f"{split}-{seed}")
 
 
 def word_problems(count: int, *, split: Split = "train", seed: int = 0, start: int = 0) -> list[WordProblem]:
-    """Return `count` problems from number `start` on; multiples of twelve have equally many of each family."""
+    """Return `count` problems from number `start` on; multiples of twelve contain equally many of each family."""
     return [word_problem(number, split=split, seed=seed) for number in range(start, start + count)]
 
 
 def _value(expression: str) -> int:
-    """Return the value of an expression of ours: numbers and operations."""
+    """Return the value of one of our expressions: numbers and operations."""
     value: int = eval(expression, {"__builtins__": {}})
     return value
 

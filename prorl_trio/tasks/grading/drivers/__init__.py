@@ -1,4 +1,5 @@
-"""Programs that run in a verifier's sandbox, with the image's own Python and its standard library alone.
+"""Programs that run in a verifier's sandbox, using only the image's Python and its standard library.
 
-That is 3.8 or later, for Django's 3.5. They are uploaded for each grading, and import nothing but each other.
+They support Python 3.8 or later, and 3.5 for Django. They are uploaded for each grading, and import nothing but each
+other.
 """

@@ -1,11 +1,10 @@
-"""Calls functions of a candidate's module, one request a line. Expected values never come here.
+"""Calls functions of a candidate's module, one request per line. It never receives expected values.
 
-`python -c ... SOLUTION_PATH`. The first line of standard input is `{"preamble": CODE}`. Then each line asks for a call,
-`{"call": NAME, "args": [...], "kwargs": {...}}`, and is answered by `{"value": ...}` or by `{"raised": TYPE,
-"message": ...}`. The first answer says whether the module could be loaded. What the candidate prints goes to standard
-error.
+`python -c ... SOLUTION_PATH`. The first line of standard input is `{"preamble": CODE}`. Then each line requests a call,
+`{"call": NAME, "args": [...], "kwargs": {...}}`, and is answered with `{"value": ...}` or by `{"raised": TYPE,
+"message": ...}`. The first answer reports whether the module was loaded. The candidate's output goes to standard error.
 
-Runs in sandboxes: standard library of Python 3.8.
+Runs in sandboxes: uses only the standard library of Python 3.8.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_CHARS = 2000
 CLASS = "Solution"
-"""A class whose methods come before functions of the module, as in LiveCodeBench's grader."""
+"""Methods of this class take precedence over functions of the module, as in LiveCodeBench's grader."""
 
 
 def main() -> None:
-    """Serve requests until there are no more."""
+    """Serve requests until the input ends."""
     requests, answers = _take_pipes()
     setup = decode_line(requests.readline())
     module = types.ModuleType("solution")
@@ -60,14 +59,14 @@ def _answer(module: types.ModuleType, request: dict[str, Any], given: dict[str, 
 
 
 def _find(module: types.ModuleType, name: str, given: dict[str, Any], source: str) -> Callable[..., Any]:
-    """Return a method of `Solution`, or what the solution has under that name; a name of the preamble alone is not it.
+    """Return a method of `Solution`, or the solution's object of that name. Names of the preamble do not count.
 
     Raises:
-        NameError: the solution has neither.
+        NameError: the solution defines neither.
     """
     owner = getattr(module, CLASS, None)
     if owner is None or not hasattr(owner, name):
-        # What it imports itself may be the very object that the preamble has: then its text has the name.
+        # An import in the solution may yield the same object as the preamble; then the source contains the name.
         if not hasattr(module, name) or (getattr(module, name) is given.get(name) and name not in source):
             raise NameError(f"the solution does not define {name!r}")
         owner = module
@@ -86,7 +85,7 @@ def _raised(exc: BaseException) -> bytes:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes of this process, out of the candidate's way: its input is empty, and what it prints goes to stderr."""
+    """Return this process' pipes. The candidate gets an empty input, and its output goes to stderr."""
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,11 +1,11 @@
-"""Runs tests that know the answers. The functions under test are in another sandbox, and are asked by a line each.
+"""Runs tests that know the answers. The functions under test are in another sandbox, and each call is one line.
 
-The first line of standard input is `{"setup": CODE, "code": CODE, "functions": [NAME, ...]}`, which is answered by
-`{"ready": true}`. Each `{"run": CODE}` runs a test: this writes `{"call": NAME, "args": [...], "kwargs": {...}}` and
-reads the answer, as `candidate` gives it, or `{"lost": WHY}`; and after the test it writes
-`{"status": "passed" | "failed" | "error", "message": ...}`.
+The first line of standard input is `{"setup": CODE, "code": CODE, "functions": [NAME, ...]}`, which is answered with
+`{"ready": true}`. Each `{"run": CODE}` runs a test. This program writes `{"call": NAME, "args": [...], "kwargs":
+{...}}` and reads the answer in the format of `candidate`, or `{"lost": WHY}`. After the test it writes `{"status":
+"passed" | "failed" | "error", "message": ...}`.
 
-Runs in sandboxes: standard library of Python 3.8.
+Runs in sandboxes: uses only the standard library of Python 3.8.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ALL = ("Exception", "BaseException", "object")
 
 
 class CandidateRaised(Exception):
-    """The candidate raised something, or gave no answer."""
+    """The candidate raised an exception, or did not answer."""
 
 
 class _CannotCross(BaseException):
-    """The test passes something to the candidate that is not plain. Nothing that a test catches."""
+    """The test passes a value to the candidate that is not plain. Tests do not catch this exception."""
 
 
 def main() -> None:
@@ -94,11 +94,11 @@ def _words(code: str) -> set[str]:
 
 
 def _result(line: bytes, expected: set[str]) -> Any:
-    """Return the value of an answer, or raise what the candidate raised.
+    """Return the value of an answer, or raise the candidate's exception.
 
-    A test may expect an exception by its built-in class: then the name of the class, or of one above it, is in the
-    task's code, which has the words `expected`, and this raises a subclass of it. All else is raised as a class that
-    controls nothing: a `StopIteration` would end a `map` of the test, an `IndexError` its loop over a sequence.
+    A test may expect a built-in exception class. The name of the class or its base is then in the task's code, whose
+    words are `expected`, and this raises a subclass. Everything else is raised as a class without effect on control
+    flow: a `StopIteration` would end a `map` in the test, an `IndexError` its loop over a sequence.
     """
     try:
         answer = decode_line(line)
@@ -116,7 +116,7 @@ def _result(line: bytes, expected: set[str]) -> Any:
     ):
         try:
             raised = type(name, (CandidateRaised, kind), {})(message)
-        except TypeError:  # a class that takes other arguments, or whose layout does not mix
+        except TypeError:  # the class takes other arguments, or its layout conflicts
             raised = CandidateRaised(f"{name}: {message}")
         raise raised
     raise CandidateRaised(f"{name or 'no answer'}: {message}{answer.get('lost', '')}")

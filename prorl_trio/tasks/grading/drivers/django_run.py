@@ -1,11 +1,11 @@
 """Runs Django's own tests/runtests.py, and reports: `python -c ... REPORT_PATH TEST_TIMEOUT_S ARGUMENTS`.
 
-Each message is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, whose name is the last line of what
-unittest says of it: `test_a (app.tests.B)`, or the first line of its docstring. A skip counts only if code of the row
-asked for it, or a decorator there; else the test has failed.
+Each message is `{"test": NAME, "status": ..., "message": ...}`, the end of a test. The name is the last line of
+unittest's description: `test_a (app.tests.B)`, or the first line of its docstring. A skip counts only if the row's code
+or a decorator in it requested it; otherwise the test has failed.
 
-Runs in sandboxes, in the tests' own process, and with the Python of Django 1 and 2 as well: the syntax and the standard
-library of Python 3.5.
+Runs in sandboxes, in the tests' own process, also with the Python of Django 1 and 2: it uses only the syntax and the
+standard library of Python 3.5.
 """
 
 import os
@@ -25,7 +25,7 @@ _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "t
 
 
 class Reporter(unittest.TextTestResult):
-    """Results of unittest that are written to a file as well: of each test the worst that was said of it."""
+    """Results of unittest that are also written to a file: the worst result of each test."""
 
     def __init__(self, session: Any, test_timeout_s: float, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -37,7 +37,7 @@ class Reporter(unittest.TextTestResult):
         self._time = None  # type: Any
 
     def startTest(self, test: Any) -> None:
-        """Begin a test, and limit its time."""
+        """Start a test and its time limit."""
         super().startTest(test)
         self._running, self._worst = self.name_of(test), ("missing", "")
         del self._session.skips[:], self._session.raised[:]
@@ -55,7 +55,7 @@ class Reporter(unittest.TextTestResult):
         self._running = ""
 
     def addSuccess(self, test: Any) -> None:
-        """Take that a test has passed."""
+        """Record that a test passed."""
         super().addSuccess(test)
         raised = self._session.raised
         if raised:
@@ -64,17 +64,17 @@ class Reporter(unittest.TextTestResult):
             self._take(test, "passed")
 
     def addFailure(self, test: Any, err: Any) -> None:
-        """Take that a test has failed."""
+        """Record that a test failed."""
         super().addFailure(test, err)
         self._take(test, "failed", repr(err[1]))
 
     def addError(self, test: Any, err: Any) -> None:
-        """Take an error: of a test, or of what is around some."""
+        """Record an error of a test, or of the set-up of several tests."""
         super().addError(test, err)
         self._take(test, "timed_out" if issubclass(err[0], TestTimedOut) else "error", repr(err[1]))
 
     def addSkip(self, test: Any, reason: str) -> None:
-        """Take that a test, or a part of it, was skipped."""
+        """Record that a test or a part of it was skipped."""
         super().addSkip(test, reason)
         objection = self._objection(test)
         if objection:
@@ -83,17 +83,17 @@ class Reporter(unittest.TextTestResult):
             self._take(test, "skipped", str(reason))
 
     def addExpectedFailure(self, test: Any, err: Any) -> None:
-        """Take that a test has failed that is marked so."""
+        """Record that a test marked as failing has failed."""
         super().addExpectedFailure(test, err)
         self._take(test, "xfailed", repr(err[1]))
 
     def addUnexpectedSuccess(self, test: Any) -> None:
-        """Take that a test has passed that is marked as one that fails."""
+        """Record that a test marked as failing has passed."""
         super().addUnexpectedSuccess(test)
         self._take(test, "xpassed")
 
     def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
-        """Take the end of a part of a test."""
+        """Record the end of a part of a test."""
         super().addSubTest(test, subtest, err)
         if err is not None:
             self._take(test, "failed", repr(err[1]))
@@ -104,11 +104,11 @@ class Reporter(unittest.TextTestResult):
         self._write({"end": True})
 
     def name_of(self, test: Any) -> str:
-        """Return the name of a test in rows: the line of a log that it is on."""
+        """Return the name of a test in rows: its line in a log."""
         return str(self.getDescription(test)).split("\n")[-1].strip()
 
     def _swapped(self, test: Any) -> str:
-        """Return what is in the place of a test of the row, or of its file; empty if it is the test itself."""
+        """Return what replaced a test of the row or of its file; empty if the test is unchanged."""
         path = str(getattr(sys.modules.get(type(test).__module__), "__file__", None) or "")
         if self._session.is_rewritten(path):
             return path
@@ -125,25 +125,28 @@ class Reporter(unittest.TextTestResult):
         return "no decorator in the row's own files says so"
 
     def _take(self, test: Any, status: str, message: str = "") -> None:
-        if not self._running:  # before a test begins, or after it: Django's own set-up, or that of a class
+        if not self._running:  # before or after a test: the set-up of Django or a class
             self._write({"test": self.name_of(test), "status": status, "message": message[-MAX_MESSAGE_CHARS:]})
         elif _RANK[status] > _RANK[self._worst[0]]:
             self._worst = (status, message[-MAX_MESSAGE_CHARS:])
 
 
 def _watch_skips(session: Any) -> None:
-    """Note of each skip that is raised what there is to object to it."""
+    """Record the objection, if any, to each raised skip."""
     session.skips = []
 
     def note(self: Any, *arguments: Any) -> None:
         Exception.__init__(self, *arguments)
         session.skips.append(session.objection(session.callers()))
 
-    setattr(unittest.SkipTest, "__init__", note)  # noqa: B010 - by type it has none of its own
+    setattr(unittest.SkipTest, "__init__", note)  # noqa: B010 - the type declares no such attribute
 
 
 def main() -> None:
-    """Run runtests.py of the present directory as a script, in one process. The first run of unittest is its own."""
+    """Run runtests.py of the current directory as a script, in one process.
+
+    Only the first run of unittest is observed.
+    """
     path, test_timeout_s, *arguments = sys.argv[1:]
     session = open_session(path)
     session.add_runner(unittest)
@@ -152,12 +155,12 @@ def main() -> None:
     first = [unittest.TextTestRunner.resultclass]
 
     def make_result(*given: Any, **options: Any) -> Any:
-        """Return the reporter, and from then on what there was: tests of Django's own runner run tests themselves."""
+        """Return the reporter, and the original class later: tests of Django's own runner run tests themselves."""
         unittest.TextTestRunner.resultclass = first[0]
         return Reporter(session, float(test_timeout_s), *given, **options)
 
-    # A function, where a class was: what makes a result only calls it.
-    setattr(unittest.TextTestRunner, "resultclass", staticmethod(make_result))  # noqa: B010 - by type it is a class
+    # A function may replace the class, because callers only call it to create a result.
+    setattr(unittest.TextTestRunner, "resultclass", staticmethod(make_result))  # noqa: B010 - declared as a class
     tests = os.path.join(os.getcwd(), "tests")
     script = os.path.join(tests, "runtests.py")
     session.add_repository(tests)

@@ -1,11 +1,11 @@
-"""A time limit for one test in its own process that the machine's load does not use up.
+"""A time limit for one test, in its own process, that is independent of the machine's load.
 
-Time in which the main thread could have run, but waited for a CPU, does not count: the kernel has it in
-/proc/self/schedstat. Where the kernel does not have it, wall time counts in full. Nor does the time by which a timer
-rings too late while this process computes nothing: it was stopped, or frozen with its sandbox. The code under test can
-bring such waits about; the limit of the whole run, which is kept outside of this process, does not depend on them.
+Time in which the main thread was ready to run but waited for a CPU does not count; the kernel reports it in
+/proc/self/schedstat. If the kernel does not report it, wall time counts in full. The delay of a late timer does not
+count either if this process did not compute: it was stopped, or frozen with its sandbox. The code under test can cause
+such waits. The limit of the whole run is enforced outside this process, and does not depend on them.
 
-Runs in sandboxes: the syntax and the standard library of Python 3.5.
+Runs in sandboxes: uses only the syntax and the standard library of Python 3.5.
 """
 
 import signal
@@ -15,21 +15,21 @@ from typing import Any
 
 _SHORTEST_S = 0.05
 _LONGEST_TICK_S = 5.0
-"""Between two looks at the time: a stop that lies between them is not seen. Each interrupts a system call."""
+"""Interval between two checks of the time: a stop between them is not noticed. Each check interrupts a system call."""
 _LATE_S = 0.25
 
 
 class TestTimedOut(BaseException):
-    """The time of one test is used up. Nothing that a test catches."""
+    """The time of one test is used up. Tests do not catch this exception."""
 
     __test__ = False
 
 
 @contextmanager
 def limited(limit_s: float, kind: Any = TestTimedOut, again_s: float = 0.0) -> Any:
-    """Raise `kind` in the block, in the main thread, when it has used `limit_s` of its own time.
+    """Raise `kind` in the main thread when the block has used `limit_s` of its own time.
 
-    With `again_s`, it is raised once more after each so many seconds: a test may catch it.
+    With `again_s`, it is raised again at this interval in seconds, because a test may catch it.
     """
     tick_s = min(_LONGEST_TICK_S, max(_SHORTEST_S, limit_s / 4))
     used_s, seen, asked_s = 0.0, _times(), min(tick_s, limit_s)
@@ -55,12 +55,12 @@ def limited(limit_s: float, kind: Any = TestTimedOut, again_s: float = 0.0) -> A
 
 
 def _times() -> Any:
-    """Return the seconds that have passed, those that this process has waited for a CPU, and those that it computed."""
+    """Return the seconds elapsed, the seconds this process waited for a CPU, and the seconds it computed."""
     return time.monotonic(), _waited_s(), time.process_time()
 
 
 def _waited_s() -> float:
-    """Return the seconds that this process's main thread has waited for a CPU."""
+    """Return the seconds that this process' main thread has waited for a CPU."""
     try:
         with open("/proc/self/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9

@@ -1,8 +1,8 @@
 """Runs the candidate's program after a preamble, both in `__main__`: `python -c ... SOLUTION_PATH PREAMBLE_PATH`.
 
-The program sees what `python3 SOLUTION_PATH` would show it: its arguments, its folder on `sys.path`, its input.
+The program sees the same arguments, `sys.path` and input as under `python3 SOLUTION_PATH`.
 
-Runs in sandboxes: standard library of Python 3.8.
+Runs in sandboxes: uses only the standard library of Python 3.8.
 """
 
 from __future__ import annotations

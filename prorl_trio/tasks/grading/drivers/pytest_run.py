@@ -1,10 +1,10 @@
-"""Runs pytest, and reports each test's end: `python -c ... REPORT_PATH TEST_TIMEOUT_S ARGUMENTS`.
+"""Runs pytest and reports each test's result: `python -c ... REPORT_PATH TEST_TIMEOUT_S ARGUMENTS`.
 
-Each message is `{"test": NODE_ID, "status": ..., "message": ...}`. A test has a result for its set-up, its call and its
-tear-down, of which the worst is reported when it is over. The evaluator says which plug-ins the row's environment has
-and which file configures pytest, as `look` found them before the patch came in: no others are loaded or read.
+Each message is `{"test": NODE_ID, "status": ..., "message": ...}`. A test has results for its set-up, its call and its
+tear-down; the worst is reported at its end. The evaluator passes the plug-ins of the row's environment and pytest's
+configuration file, as found by `look` before the patch was applied. No others are loaded or read.
 
-Runs in sandboxes, in the tests' own process: standard library of Python 3.8, and pytest 5 or later.
+Runs in sandboxes, in the tests' own process: uses the standard library of Python 3.8, and pytest 5 or later.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_CHARS = 2000
 MAX_CHAIN = 10
-"""Exceptions that were handled while a skip was raised, which are looked at."""
+"""Limit on the inspected chain of exceptions that were being handled when a skip was raised."""
 GROUP = "pytest11"
 GUARDED = (__name__, f"{__package__}.session", f"{__package__}.own_time", f"{__package__}.report")
 OFF = ("cacheprovider", "randomly")
-"""Plug-ins that leave files, or change the order."""
+"""Plug-ins that leave files or change the order."""
 
 
 class Reporter:
@@ -54,7 +54,7 @@ class Reporter:
             yield
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
-        """Make a failure of a skip that the row did not ask for, and of a pass although something was raised."""
+        """Turn a skip that the row did not request, and a pass despite an exception, into a failure."""
         before = call.excinfo
         outcome: Any = yield
         report = outcome.get_result()
@@ -71,7 +71,7 @@ class Reporter:
             report.__dict__.pop("wasxfail", None)
 
     def _look_at(self, item: Any) -> None:
-        """Note that a test is not the row's any more: its file was written, or code under test is in its place."""
+        """Record that a test no longer belongs to the row: its file was modified, or code under test replaced it."""
         path, session = str(item.fspath), self._session
         if session.is_rewritten(path):
             self._swapped[item.nodeid] = f"this does not count: {path} was written while tests ran"
@@ -79,7 +79,7 @@ class Reporter:
             self._swapped[item.nodeid] = f"this does not count: code of {other} is in the place of a test"
 
     def pytest_plugin_registered(self, plugin: Any, manager: Any) -> None:
-        """Remove a plug-in that code under test has made. Repositories of plug-ins may change theirs."""
+        """Remove a plug-in that was created by code under test. Repositories of plug-ins may modify their own."""
         module = plugin if isinstance(plugin, ModuleType) else sys.modules.get(type(plugin).__module__)
         filename = str(getattr(module, "__file__", None) or "")
         if self._session.is_runner(filename) or self._session.trusts(filename) or self._is_of_plugins():
@@ -87,22 +87,22 @@ class Reporter:
         manager.unregister(plugin)
 
     def _is_of_plugins(self) -> bool:
-        """Return whether a plug-in of the row's environment is in the repository."""
+        """Return whether a plug-in of the row's environment lives in the repository."""
         modules = {entry.partition("=")[2].partition(":")[0] for entry in self._session.job["plugins"]}
         files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
         return any(self._session.is_in_repository(each) for each in files if each)
 
-    # What pytest.hookimpl does; pytest is imported late.
+    # Equivalent to pytest.hookimpl; pytest is imported late.
     for hook in (pytest_runtest_protocol, pytest_runtest_makereport):
-        setattr(hook, "pytest_impl", {"hookwrapper": True, "tryfirst": True})  # noqa: B010 - it is no attribute by type
+        setattr(hook, "pytest_impl", {"hookwrapper": True, "tryfirst": True})  # noqa: B010 - the type lacks the attribute
 
     def _objection(self, item: Any, exception: BaseException, *, expected: bool) -> str:
-        """Return why a test may not be skipped, or fail as expected, by what was raised; empty if it may."""
+        """Return why a raised exception may not skip a test or make it fail as expected; empty if it may."""
         outcomes: Any = sys.modules["_pytest.outcomes"]
         skips = (outcomes.skip.Exception, outcomes.xfail.Exception, unittest.SkipTest)
         asked = False
         found: BaseException | None = exception if isinstance(exception, skips) else None
-        for _ in range(MAX_CHAIN):  # pytest raises a skip of its own while it handles one of unittest
+        for _ in range(MAX_CHAIN):  # pytest raises its own skip while it handles a unittest skip
             if isinstance(found, skips) and (said := self._session.objection_to(found)) is not None:
                 if said:
                     return str(said)
@@ -118,14 +118,14 @@ class Reporter:
         return "no marker in the row's own files says so"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Take the end of a phase."""
+        """Record the end of a phase."""
         status = _status(report)
         known = self._worst.get(report.nodeid)
         if known is None or _RANK[status] > _RANK[known[0]]:
             self._worst[report.nodeid] = (status, str(report.longrepr or "")[-MAX_MESSAGE_CHARS:])
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Write the end of a test."""
+        """Write the result of a test."""
         status, message = self._worst.pop(nodeid, ("missing", ""))
         if not self._tampered and (name := self._session.replaced()) and not self._is_of_plugins():
             self._tampered = f"this does not count: the code that is tested has replaced {name}"
@@ -135,25 +135,25 @@ class Reporter:
         self._write({"test": nodeid, "status": status, "message": message})
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Write that a file cannot be collected; its tests will be missing."""
+        """Report a file that cannot be collected; its tests will be missing."""
         if report.failed:
             self._write(
                 {"test": report.nodeid, "status": "error", "message": str(report.longrepr)[-MAX_MESSAGE_CHARS:]}
             )
 
     def pytest_unconfigure(self) -> None:
-        """Write the end."""
+        """Write the end of the report."""
         self._write({"end": True})
 
 
 class _Finder:
-    """A plug-in of pytest that prints what configures it, and which plug-ins there are, and ends the process."""
+    """A pytest plug-in that prints pytest's configuration file and the available plug-ins, and exits."""
 
     def __init__(self) -> None:
-        self._stdout = os.dup(1)  # pytest captures what is written to the other
+        self._stdout = os.dup(1)  # pytest captures the original descriptor
 
     def pytest_load_initial_conftests(self, early_config: Any) -> None:
-        """Do so before anything of the repository is imported."""
+        """Print and exit before any code of the repository is imported."""
         config = getattr(early_config, "inipath", None) or getattr(early_config, "inifile", None)
         root = getattr(early_config, "rootpath", None) or early_config.rootdir
         found = {
@@ -165,7 +165,7 @@ class _Finder:
         os.write(self._stdout, f"\n{json.dumps(found)}\n".encode())
         os._exit(0)
 
-    setattr(pytest_load_initial_conftests, "pytest_impl", {"tryfirst": True})  # noqa: B010 - it is no attribute by type
+    setattr(pytest_load_initial_conftests, "pytest_impl", {"tryfirst": True})  # noqa: B010 - the type lacks the attribute
 
 
 _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "timed_out": 5, "failed": 6, "error": 7}
@@ -193,12 +193,12 @@ def _entries(distribution: Any) -> list[str] | None:
     """Return the plug-ins of a distribution as `NAME=MODULE`; None if they cannot be read."""
     try:
         return [f"{each.name}={each.value}" for each in distribution.entry_points if each.group == GROUP]
-    except Exception:  # the file is whatever a patch made of it
+    except Exception:  # a patch may have put anything into the file
         return None
 
 
 def _limit_plugins(allowed: frozenset[str]) -> None:
-    """Let pytest load only the plug-ins of distributions that have no others than the allowed ones."""
+    """Make pytest load only distributions whose plug-ins are all allowed."""
     import pluggy
 
     load = pluggy.PluginManager.load_setuptools_entrypoints
@@ -222,11 +222,11 @@ def _limit_plugins(allowed: frozenset[str]) -> None:
             for source, original in zip(sources, originals):  # noqa: B905 - Python 3.8
                 source.distributions = original
 
-    setattr(pluggy.PluginManager, "load_setuptools_entrypoints", load_allowed)  # noqa: B010 - by type it is no variable
+    setattr(pluggy.PluginManager, "load_setuptools_entrypoints", load_allowed)  # noqa: B010 - not declared as a variable
 
 
 def _watch_marks(session: Session) -> None:
-    """Note on each marker that skips a test, or expects it to fail, whether code of the row made it."""
+    """Record, for each marker that skips a test or expects it to fail, whether the row's code created it."""
     mark = sys.modules["_pytest.mark.structures"].Mark
     make = mark.__init__
 
@@ -240,7 +240,7 @@ def _watch_marks(session: Session) -> None:
 
 
 def _read_sources(session: Session) -> None:
-    """Let pytest read tests from their sources, as they were when the run began, and from no bytecode."""
+    """Make pytest read tests from their sources, as they were at the start of the run, and never from bytecode."""
     rewrite: Any = sys.modules["_pytest.assertion.rewrite"]
     compile_test = rewrite._rewrite_test
 
@@ -254,7 +254,7 @@ def _read_sources(session: Session) -> None:
 
 
 def _import_pytest(session: Session) -> None:
-    """Import pytest, with all that it loads by itself, from the environment; or the repository, if it is pytest's."""
+    """Import pytest and the modules it loads from the environment, or from the repository if it is pytest's."""
     path = sys.path[:]
     sys.path[:] = session.outside
     try:
@@ -275,12 +275,12 @@ def _import_pytest(session: Session) -> None:
 def _options() -> list[str]:
     off = [word for name in OFF for word in ("-p", f"no:{name}")]
     if find_spec("xdist") is not None:
-        off.append("-n0")  # switched off, it would not know the options that a repository may set for it
+        off.append("-n0")  # if disabled, it would not know the options that a repository may set for it
     return ["-q", *off]
 
 
 def look() -> None:
-    """Print, as the last line, what configures pytest for these arguments, and the plug-ins of the environment."""
+    """Print pytest's configuration file for these arguments and the environment's plug-ins as the last line."""
     said = os.environ.pop("GRADING_PYTHONPATH", "")
     sys.path[:] = [os.getcwd(), *filter(None, said.split(os.pathsep)), *sys.path]
     pytest = importlib.import_module("pytest")
@@ -288,7 +288,7 @@ def look() -> None:
 
 
 def main() -> None:
-    """Run pytest in the present directory, which its tests can import from, as `python -m pytest` lets them."""
+    """Run pytest in the current directory, from which its tests can import, as with `python -m pytest`."""
     path, test_timeout_s, *arguments = sys.argv[1:]
     session = open_session(path)
     _import_pytest(session)

@@ -1,10 +1,10 @@
-"""The report of a run of tests: lines of JSON, each with a code that proves who wrote it, and in which order.
+"""The report of a test run: lines of JSON, each with a code that proves its author and its position.
 
-The evaluator gives the driver a key on its standard input. Each line begins with the HMAC-SHA256 of the code before it
-and its own text, so a line that somebody else wrote, changed, moved or removed does not verify, and neither does
-anything after it.
+The evaluator sends the driver a key on standard input. Each line begins with the HMAC-SHA256 of the previous code and
+the line's own text. A line that was forged, changed, moved or removed does not verify, and neither do the lines after
+it.
 
-Used by the evaluator, and in sandboxes: the syntax and the standard library of Python 3.5.
+Used by the evaluator and in sandboxes: it uses only the syntax and the standard library of Python 3.5.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ def _code(key: bytes, before: bytes, text: bytes) -> bytes:
 def open_report(path: str, key: bytes) -> Any:
     """Return a function that appends a message to a new report, and closes the report after `{"end": True}`.
 
-    The key is in a closure, and is forgotten with the end: code that runs at the interpreter's exit finds none.
+    The key is kept in a closure and deleted at the end, so that code running at the interpreter's exit cannot find it.
     """
     file = open(path, "wb")  # noqa: SIM115 - until the end of the run
     state = [key, b""]
@@ -40,7 +40,7 @@ def open_report(path: str, key: bytes) -> Any:
 
 
 def read_report(content: bytes, key: bytes) -> Any:
-    """Return the messages before the end of a report that verify; None if the report has no end that does."""
+    """Return the verified messages before the end of a report; None if the report lacks a verified end."""
     messages = []  # type: list[Any]
     before = b""
     for line in content.split(b"\n"):

@@ -1,14 +1,14 @@
-"""A run of a repository's tests as its driver sees it: what the evaluator said of it, and which code is the row's.
+"""A test run of a repository from its driver's view: the evaluator's instructions, and the set of trusted code.
 
-The evaluator writes one line of JSON to the driver's standard input: the key of the report, the repository, the paths
-that the patch changed and added, and what the driver of pytest needs besides. The driver's own imports come from the
-environment alone; the repository is put on Python's path afterwards.
+The evaluator writes one line of JSON to the driver's standard input. It contains the key of the report, the repository,
+the paths changed and added by the patch, and further data for the pytest driver. The driver's own imports come only
+from the environment; the repository is added to Python's path afterwards.
 
-A skipped test, or one that fails as expected, counts only if the row asked for it: every frame between the test and
-the exception is code of the row or of the environment, and the frame that raised it names what it does. Code that the
-patch changed or added, that was made at run time, or that is a file written since the run began is not the row's.
+A skip or an expected failure counts only if the row requested it. Then every frame between the test and the exception
+is code of the row or of the environment, and the raising frame names its action. Three kinds of code are not the row's:
+code changed or added by the patch, code generated at run time, and files written since the start of the run.
 
-Runs in sandboxes, in the tests' own process: the syntax and the standard library of Python 3.5.
+Runs in sandboxes, in the tests' own process: it uses only the syntax and the standard library of Python 3.5.
 """
 
 import ast
@@ -33,17 +33,17 @@ _TEST = re.compile(r"(^|/)(tests?|testing)/|(^|/)(test[^/]*|[^/]*tests?|conftest
 
 
 def open_session(report_path: str) -> Any:
-    """Return the session that the evaluator's line on standard input describes."""
+    """Return the session described by the evaluator's line on standard input."""
     return Session(json.loads(sys.stdin.readline()), report_path)
 
 
 class Session:
-    """The run: its report, its repository, and the code that may ask for a skip.
+    """The run: its report, its repository, and the code that may request a skip.
 
     Attributes:
         write: writes a message to the report.
-        job: what the evaluator said, without the key.
-        raised: exceptions that left a part of the test of unittest that runs.
+        job: the evaluator's instructions, without the key.
+        raised: exceptions raised by a part of the current unittest test.
     """
 
     def __init__(self, job: Any, report_path: str) -> None:
@@ -63,9 +63,9 @@ class Session:
         self.raised = []  # type: Any
 
     def add_repository(self, *first: str) -> None:
-        """Put the repository on Python's path: `first`, then what the row's PYTHONPATH says, then all there was.
+        """Set Python's path to the repository with `first`, then the row's PYTHONPATH, then the original path.
 
-        A module that the patch added never hides one of the environment or the standard library.
+        A module added by the patch never hides a module of the environment or the standard library.
         """
         said = os.environ.pop("GRADING_PYTHONPATH", "")
         if said:
@@ -75,12 +75,12 @@ class Session:
         sys.meta_path.insert(0, _EnvironmentFirst(self))
 
     def add_runner(self, module: Any) -> None:
-        """Take a package for a part of the runner: its frames do as a caller, a marker or a decorator says."""
+        """Treat a package as part of the runner: its frames act on behalf of a caller, a marker or a decorator."""
         path = os.path.realpath(module.__file__)
         self._runners.append(os.path.dirname(path) if os.path.basename(path) == "__init__.py" else path)
 
     def guard(self, names: Any) -> None:
-        """Remember the functions and classes that these modules define, those that are loaded; see `replaced`."""
+        """Record the functions and classes defined in these modules, if loaded; see `replaced`."""
         for module in [sys.modules[name] for name in names if name in sys.modules]:
             own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
             for owner in [module] + [each for each in own if isinstance(each, type) and module is not builtins]:
@@ -90,14 +90,14 @@ class Session:
                 self._guarded.append([owner, known, len(vars(owner)), owner is module, ()])
 
     def replaced(self) -> str:
-        """Return what code under test has replaced, removed or added in modules that are guarded; empty if nothing.
+        """Return what code under test replaced, removed or added in guarded modules; empty if nothing.
 
-        What the row's own code or the environment does there is left alone.
+        Changes by the row's own code or the environment are ignored.
         """
         for guarded in self._guarded:
             owner, known, size, is_module, seen = guarded
             now = vars(owner)
-            if len(now) == len(seen) and all(map(is_, now.values(), seen)):  # most of the time, all is as it was
+            if len(now) == len(seen) and all(map(is_, now.values(), seen)):  # the common case: nothing changed
                 continue
             for name, value in known.items():
                 if now.get(name) is not value and not self._is_made_by_row(now.get(name)):
@@ -119,9 +119,9 @@ class Session:
         return bool(filename) and (self.is_runner(filename) or self.trusts(filename))
 
     def watch_parts(self) -> None:
-        """Note in `raised` what leaves a part of a test of unittest, whatever unittest makes of it.
+        """Record in `raised` the exceptions that leave a part of a unittest test, however unittest handles them.
 
-        It has exceptions of its own after which a test has passed.
+        Some of its own exceptions count as a pass.
         """
         outcome = getattr(unittest.case, "_Outcome")  # noqa: B009 - it is private
         execute = outcome.testPartExecutor
@@ -136,7 +136,7 @@ class Session:
                     try:
                         yield
                     except BaseException as exc:
-                        # A test may run tests itself. Those are none of its parts.
+                        # A test may itself run tests; these are not its parts.
                         if running[0] in (test_case, getattr(test_case, "test_case", None)):
                             raised.extend([] if isinstance(exc, unittest.SkipTest) else [type(exc).__name__])
                         raise
@@ -150,7 +150,7 @@ class Session:
         return os.path.abspath(path) in self._added or os.path.realpath(path) in self._added
 
     def trusts(self, filename: str) -> bool:
-        """Return whether a file of code is the row's or the environment's, and not the patch's."""
+        """Return whether a source file belongs to the row or the environment, and was not touched by the patch."""
         if filename.startswith("<frozen "):
             return True
         path = os.path.realpath(os.path.join(self._root, filename))
@@ -159,19 +159,19 @@ class Session:
         return any(_is_under(path, each) for each in self._environment + self._inner) and os.path.isfile(path)
 
     def trusts_frame(self, frame: Any) -> bool:
-        """Return whether the code of a frame is the row's or the environment's."""
+        """Return whether the code of a frame belongs to the row or the environment."""
         filename = _file_of(frame)
         return self.is_runner(filename) or self.trusts(filename)
 
     def is_runner(self, filename: str) -> bool:
-        """Return whether a file is part of what runs the tests."""
+        """Return whether a file is part of the test runner."""
         path = os.path.realpath(os.path.join(self._root, filename))
         return any(_is_under(path, each) for each in self._runners)
 
     def objection(self, frames: Any) -> Any:
-        """Return why the code in these frames, outermost first, may not ask for a skip; empty if it may.
+        """Return why the code in these frames, outermost first, may not request a skip; empty if it may.
 
-        None: there is only the runner in them, which does as a decorator or a marker says.
+        None: the frames contain only the runner, which acts on a decorator or a marker.
         """
         asking = None
         for frame in frames:
@@ -189,7 +189,7 @@ class Session:
         return "line {} of {} asks for none".format(asking.co_firstlineno, asking.co_filename)  # noqa: UP032 - Python 3.5
 
     def objection_to(self, exception: Any) -> Any:
-        """Return why an exception that was raised may not skip a test; as `objection`."""
+        """Return why a raised exception may not skip a test; see `objection`."""
         found = []
         traceback = exception.__traceback__
         while traceback is not None:
@@ -198,7 +198,7 @@ class Session:
         return self.objection(found)
 
     def callers(self) -> Any:
-        """Return the frames, outermost first, from those of the runner, or of an import, to the caller's caller."""
+        """Return the frames, outermost first, from the runner's or an import's frames to the caller's caller."""
         found = []  # type: Any
         frame = sys._getframe(2)  # type: Any
         while frame is not None:
@@ -212,7 +212,7 @@ class Session:
         return found[::-1]
 
     def is_decorated(self, holders: Any, attribute: str) -> bool:
-        """Return whether the first of some functions and classes that has an attribute is of the row's own code."""
+        """Return whether the first function or class with this attribute belongs to the row's own code."""
         for holder in holders:
             if attribute in getattr(holder, "__dict__", ()):
                 module = sys.modules.get(getattr(holder, "__module__", None) or "")
@@ -227,7 +227,7 @@ class Session:
         return _is_under(os.path.realpath(path), self._root)
 
     def is_in_repository(self, path: str) -> bool:
-        """Return whether a path is in the repository, and not in an environment within it."""
+        """Return whether a path is in the repository, outside any environment within it."""
         path = os.path.realpath(path)
         return _is_under(path, self._root) and not any(_is_under(path, each) for each in self._inner)
 
@@ -241,9 +241,9 @@ class Session:
         return found
 
     def foreign(self, module: Any) -> Any:
-        """Return what a module of the row, which code under test has had in its hands, has not made; empty if nothing.
+        """Return something in a row's module that its source does not define; empty if nothing.
 
-        Its source says what it makes.
+        Code under test has had access to the module.
         """
         with open(module.__file__, encoding="utf-8") as file:
             tree = ast.parse(file.read())
@@ -255,28 +255,28 @@ class Session:
         return ""
 
     def is_test(self, filename: str) -> bool:
-        """Return whether a file of the row has the name of a test or of what tests need."""
+        """Return whether the name of a row's file is that of a test or a test's support file."""
         path = os.path.realpath(filename)
         if path not in self._known or path in self._changed:
             return False
         return _TEST.search(os.path.relpath(path, self._root)) is not None
 
     def is_rewritten(self, filename: str) -> bool:
-        """Return whether a file of the row has been written since the run began: it is no test then."""
+        """Return whether a row's file was written since the start of the run; it then no longer counts as a test."""
         path = os.path.realpath(os.path.join(self._root, filename))
         return path in self._known and path not in self._changed and self._known[path] != _stamp_of(path)
 
     def swapped(self, test: Any) -> str:
-        """Return the file of a function that code under test has put in the place of a test; empty if there is none.
+        """Return the file of a function with which code under test replaced a test; empty if none.
 
-        What wraps a test may be the environment's.
+        A wrapper around a test may come from the environment.
         """
         for _ in range(_MAX_WRAPPERS):
             function = getattr(test, "__func__", test)
             code = getattr(function, "__code__", None)
             filename = str(getattr(code, "co_filename", ""))
             own = str(getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None) or "")
-            if filename.startswith("<"):  # made at run time, by a plug-in or a decorator
+            if filename.startswith("<"):  # generated at run time by a plug-in or a decorator
                 filename = own
             if filename and not self.is_runner(filename) and not self.trusts(filename):
                 return filename
@@ -287,7 +287,7 @@ class Session:
 
 
 class _EnvironmentFirst:
-    """A finder of modules: what the environment has is not hidden by a module that the patch added.
+    """A module finder that prevents modules added by the patch from hiding modules of the environment.
 
     The row's tests are read from their sources.
     """
@@ -296,7 +296,7 @@ class _EnvironmentFirst:
         self._session = session
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return where a module of the environment is, if the patch added one of its name, or a test is; else None."""
+        """Return the location of a module hidden by the patch, or of a test; else None."""
         del target
         beside = [os.path.join(str(each), name.rpartition(".")[2] + ".py") for each in path or ()]
         if path is not None and not any(_TEST.search(each) for each in beside):
@@ -313,7 +313,7 @@ class _EnvironmentFirst:
 
 
 def _file_of(frame: Any) -> str:
-    """Return the file of a frame's code; of code that was made at run time, that of the module it was made in."""
+    """Return the file of a frame's code; for code generated at run time, the file of the generating module."""
     name = frame.f_code.co_filename
     if name.startswith("<") and not name.startswith("<frozen "):
         return str(frame.f_globals.get("__file__") or "")
@@ -321,7 +321,7 @@ def _file_of(frame: Any) -> str:
 
 
 def _stamp_of(path: str) -> Any:
-    """Return what tells that a file was written: unlike the time of its content, that of its change cannot be set."""
+    """Return a value that reveals writes to a file: unlike the modification time, the change time cannot be set."""
     try:
         found = os.stat(path)
     except OSError:
@@ -330,7 +330,7 @@ def _stamp_of(path: str) -> Any:
 
 
 class _Unread(SourceFileLoader):
-    """A loader of a row's module. No bytecode stands for its source, which must be as it was when the run began."""
+    """A loader of a row's module. It ignores bytecode, and the source must be unchanged since the start of the run."""
 
     def __init__(self, session: Any, name: str, path: str) -> None:
         super().__init__(name, path)

@@ -1,9 +1,9 @@
-"""Runs tests of SymPy with its own runner, and reports: `python -c ... REPORT_PATH TEST_TIMEOUT_S FILES`.
+"""Runs tests of SymPy with its own runner and reports results: `python -c ... REPORT_PATH TEST_TIMEOUT_S FILES`.
 
-Each message is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, whose name is that of its function.
-A file that cannot be imported is reported by its path.
+Each message is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, named after its function. A file
+that cannot be imported is reported by its path.
 
-Runs in sandboxes, in the tests' own process: standard library of Python 3.8, and SymPy 1.0 or later.
+Runs in sandboxes, in the tests' own process: uses the standard library of Python 3.8, and SymPy 1.0 or later.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ AGAIN_S = 1.0
 
 
 class TestTimedOut(Exception):
-    """The time of one test is used up. Raised every second, for a test may catch it."""
+    """The time of one test is used up. Raised every second, because a test may catch it."""
 
     __test__ = False
 
 
 def make_reporter(base: Any, session: Any, test_timeout_s: float, tampered: str) -> Any:
-    """Return a subclass of SymPy's reporter that writes the end of each test to the report as well.
+    """Return a subclass of SymPy's reporter that also writes the result of each test to the report.
 
-    `tampered` says what code under test has replaced already.
+    `tampered` describes what code under test has already replaced.
     """
     write = session.write
 
@@ -92,7 +92,7 @@ def make_reporter(base: Any, session: Any, test_timeout_s: float, tampered: str)
             replaced = tampered or session.replaced() or session.swapped(self._function)
             if replaced:
                 status, message = "failed", f"this does not count: the code that is tested has replaced {replaced}"
-            # No test has begun where a file cannot be executed.
+            # If a file cannot be executed, no test has begun.
             write({"test": self._test or "a file", "status": status, "message": message[-MAX_MESSAGE_CHARS:]})
             self._test, self._is_late = "", False
 
@@ -100,7 +100,7 @@ def make_reporter(base: Any, session: Any, test_timeout_s: float, tampered: str)
 
 
 def main() -> None:
-    """Run the tests of these files of the present directory, as `bin/test --no-colors -v` does, in one process."""
+    """Run the tests in these files of the current directory, like `bin/test --no-colors -v`, in one process."""
     path, test_timeout_s, *files = sys.argv[1:]
     session = open_session(path)
     session.add_repository(os.getcwd())

@@ -1,15 +1,15 @@
-"""Takes an agent's changes into an index of git, without what is no work: `python -c ... < JOB`, in the repository.
+"""Adds an agent's changes to a git index, without unwanted files: `python -c ... < JOB`, in the repository.
 
 The job is JSON: `git` (its command line), `base` (the commit), `unversioned`, `max_file_bytes`, `max_new_bytes` and
-`max_named`. Printed is `{"left_out": {PATH: WHY}, "left_out_paths": COUNT}`; the first `max_named` are named. Left out
-are new files in virtual environments and in repositories of their own, new files that git ignores, whatever cannot be
-read, new files that are very large, and, largest folder first, those that together are too much. Files that the base
-has are taken wherever they are.
+`max_named`. The output is `{"left_out": {PATH: WHY}, "left_out_paths": COUNT}`, with the first `max_named` paths. These
+files are left out: new files in virtual environments and nested repositories, new files that git ignores, unreadable
+files, and very large new files. If the new files are too large together, the largest folders are left out first. Files
+of the base are always included.
 
-Git works in a folder of its own, `$GIT_DIR`, which is made here: nothing that the agent configured in the repository
-counts (filters, hooks, attributes, includes, another working tree). Only its objects are looked at there.
+Git works in its own folder, `$GIT_DIR`, which is created here. Nothing that the agent configured in the repository
+takes effect (filters, hooks, attributes, includes, another working tree). Only the repository's objects are read.
 
-Runs in sandboxes: the syntax and the standard library of Python 3.5.
+Runs in sandboxes: uses only the syntax and the standard library of Python 3.5.
 """
 
 import json
@@ -24,11 +24,11 @@ _SPECIAL = set("\\*?[]!# \t")
 
 
 class GitFailed(Exception):
-    """Git did not end with 0. The argument is its exit code, negative for a signal."""
+    """Git exited with a non-zero code. The argument is its exit code, negative for a signal."""
 
 
 def main() -> None:
-    """Do it. The exit code is git's where git fails, as a shell would have it."""
+    """Run the job. If git fails, exit with its exit code, as a shell would."""
     job = json.loads(sys.stdin.read())
     try:
         _make_git_dir(os.environ["GIT_DIR"], job["base"])
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _make_git_dir(folder: str, base: str) -> None:
-    """Make a repository of which nothing is configured, with the objects and the tag `base` of the one here."""
+    """Create a repository without configuration, with the objects and the tag `base` of the current repository."""
     files = {
         "HEAD": "ref: refs/heads/base",
         "config": "[core]\n\trepositoryformatversion = 0\n\tbare = false",
@@ -57,7 +57,7 @@ def _make_git_dir(folder: str, base: str) -> None:
 
 
 def _commit_of(tag: str) -> str:
-    """Return the commit of a tag of the repository here. Raises GitFailed."""
+    """Return the commit of a tag of the current repository. Raises GitFailed."""
     name = "refs/tags/" + tag
     try:
         with open(os.path.join(".git", name), "rb") as file:
@@ -83,7 +83,7 @@ def _take(job: Any, exclude: str) -> Any:
     tracked = set(_run([*git, "ls-files", "-z"]))
     folders = _folders(tracked)
     left_out, unreadable = _walk(job["unversioned"])
-    kept = [each for each in unreadable if each in tracked or each in folders]  # git takes no pattern for these
+    kept = [each for each in unreadable if each in tracked or each in folders]  # git ignores patterns for these
     others += [":(exclude,literal)" + each for each in kept]
     _write_patterns(exclude, [path for path in left_out if path not in kept])
     ignored = _run([*git, "ls-files", "-o", "-i", "--exclude-standard", "--directory", "-z"])
@@ -98,7 +98,7 @@ def _take(job: Any, exclude: str) -> Any:
 
 
 def _walk(unversioned: Any) -> Any:
-    """Return the folders and files that are no work, each with the reason; and those of them that cannot be read."""
+    """Return the folders and files to leave out, each with the reason, and the unreadable ones among them."""
     left_out = {}  # type: Any
     unreadable = []
     for folder, names, files in os.walk("."):
@@ -138,7 +138,7 @@ def _folders(paths: Any) -> Any:
 
 
 def _too_large(new: Any, folders: Any, job: Any) -> Any:
-    """Return the new files that are left out for their size: each that is very large, then whole new folders."""
+    """Return the new files left out for their size: very large files first, then whole new folders."""
     left_out = {}
     sizes = {}  # type: Any
     for path in new:
@@ -167,7 +167,7 @@ def _within(path: str, folders: Any) -> bool:
 
 
 def _write_patterns(exclude: str, paths: Any) -> None:
-    """Write what git is to ignore. A path with an end of a line cannot be told."""
+    """Write git's ignore patterns. A path with a line break cannot be expressed."""
     with open(exclude, "wb") as file:
         for path in paths:
             if "\n" not in path:
@@ -176,7 +176,7 @@ def _write_patterns(exclude: str, paths: Any) -> None:
 
 
 def _run(argv: Any) -> Any:
-    """Return what git prints, at the NULs. Raises GitFailed."""
+    """Return git's output, split at the NULs. Raises GitFailed."""
     done = subprocess.Popen(argv, stdout=subprocess.PIPE)
     printed = done.communicate()[0]
     if done.returncode:

@@ -1,13 +1,13 @@
 """Runs unittest cases in the candidate's own process, with a canary that must fail; results are lines of JSON.
 
 `python -c ... SOLUTION_PATH`. Standard input is a line, `{"code": TESTS, "canary": NAME, "limit_s": SECONDS}`; the
-limit is for each test. This writes `{"test": "Class.method", "status": ..., "message": ...}` when a test is over, and
-`{"end": true}` at the end. What the candidate and the tests print goes to standard error.
+limit applies to each test. The program writes `{"test": "Class.method", "status": ..., "message": ...}` after each
+test, and `{"end": true}` at the end. Output of the candidate and the tests goes to standard error.
 
-Without a solution the tests are executed alone. Each test that unittest's loader finds is then reported as `missing`,
-or as `skipped` or `xfailed` if its decorators say so.
+Without a solution only the code of the tests is executed. Each test that unittest's loader finds is then reported as
+`missing`, or as `skipped` or `xfailed` according to its decorators.
 
-Runs in sandboxes: standard library of Python 3.8.
+Runs in sandboxes: uses only the standard library of Python 3.8.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
         with open(path, encoding="utf-8") as file:
             source = file.read()
         exec(compile(source, path, "exec"), module.__dict__)
-    task = decode_line(line.readline())  # not before: the solution's own code would find the tests in this frame
+    task = decode_line(line.readline())  # late, because the solution's own code would find the tests in this frame
     exec(compile(task.pop("code"), "tests.py", "exec"), module.__dict__)
     loader = unittest.TestLoader()
     tests = loader.loadTestsFromModule(module)
@@ -81,7 +81,7 @@ def _planned(test: unittest.TestCase) -> str:
 
 
 def _make_canary(name: str) -> type[unittest.TestCase]:
-    """Tests that fail, each in another way: whoever has made assertions harmless lets one of them pass."""
+    """Return tests that each fail in another way: code that disables assertions makes at least one test pass."""
     number = random.randrange(10**9)
 
     def by_equal(self: Any) -> None:
@@ -109,7 +109,7 @@ def _make_canary(name: str) -> type[unittest.TestCase]:
 
 
 class _Results(unittest.TestResult):
-    """Writes what happened to each test as soon as it is over."""
+    """Writes the result of each test as soon as it ends."""
 
     def __init__(self, results: BinaryIO, limit_s: float) -> None:
         super().__init__()

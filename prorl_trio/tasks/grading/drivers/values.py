@@ -1,7 +1,7 @@
-"""Plain values as lines of JSON: what crosses the border between a candidate and whoever knows the answers.
+"""Plain values as lines of JSON, for exchange between a candidate and a program that knows the answers.
 
-Nothing that comes out of `decode` has code of the other side in it: no class of its own, no `__eq__` that is always
-true. Runs in sandboxes: standard library of Python 3.8.
+A value from `decode` contains no code of the other side: no custom class, no `__eq__` that is always true. Runs in
+sandboxes: uses only the standard library of Python 3.8.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 MAX_DEPTH = 100
 _TAG = "\x00"
-"""The only key of an object that stands for something JSON has not."""
+"""The only key of an object that represents a value without JSON equivalent."""
 _MAX_ALIKE = 100
-"""Keys of one hash: a table of `n` of them takes the time of `n * n`, and numbers of one hash are easily found."""
+"""Limit on keys with one hash: a table with `n` of these takes time `n * n`, and such numbers are easily found."""
 _LONG_BITS = 4096
 """Longer integers are written in hexadecimal: Python reads at most 4,300 decimal digits."""
 
 
 class Unplain(TypeError):
-    """A value that cannot cross."""
+    """A value that cannot be encoded."""
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """Return `value` as JSON has it; tuples, sets, bytes, complex numbers, NaN and odd dicts are tagged.
+    """Return `value` as JSON; tuples, sets, bytes, complex numbers, NaN and odd dicts are tagged.
 
-    Subclasses count as what they are made of, and so do the scalars of NumPy.
+    Subclasses and NumPy scalars are encoded as their base types.
 
     Raises:
-        Unplain: it is of another type, or deeper than `MAX_DEPTH`.
+        Unplain: the value has another type, or is nested deeper than `MAX_DEPTH`.
     """
     if depth > MAX_DEPTH:
         raise Unplain(f"a value of more than {MAX_DEPTH} levels")
@@ -66,10 +66,10 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return what was encoded.
+    """Return the value that was encoded.
 
     Raises:
-        ValueError: it is nothing that `encode` makes.
+        ValueError: `encode` does not produce this.
     """
     if isinstance(value, list):
         return [decode(each) for each in value]
@@ -101,7 +101,7 @@ def decode(value: Any) -> Any:
 
 
 def _keys(encoded: Any) -> list[Any]:
-    """Return what is to be the keys of a table. Raises ValueError if too many of them have one hash."""
+    """Return the decoded keys of a table. Raises ValueError if too many keys have the same hash."""
     keys = [decode(each) for each in encoded]
     if keys and max(Counter(map(hash, keys)).values()) > _MAX_ALIKE:
         raise ValueError("too many keys of one hash")
@@ -109,7 +109,7 @@ def _keys(encoded: Any) -> list[Any]:
 
 
 def encode_line(message: dict[str, Any]) -> bytes:
-    """Return a message of one line, as bytes with its newline."""
+    """Return a message as one line of bytes, with its newline."""
     return json.dumps(message, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -117,7 +117,7 @@ def decode_line(line: bytes) -> dict[str, Any]:
     """Return the message of a line.
 
     Raises:
-        ValueError: it is no JSON object, or too deep for one.
+        ValueError: the line is not a JSON object, or is nested too deep.
     """
     try:
         message: Any = json.loads(line)

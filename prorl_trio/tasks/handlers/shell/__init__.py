@@ -1,1 +1,1 @@
-"""Tasks in a shell: an agent works in a sandbox, and the task's own script says what that is worth."""
+"""Tasks in a shell: an agent works in a sandbox, and the task's own script grades the result."""

@@ -1,4 +1,4 @@
-"""Artefacts: what of an agent's sandbox its verifier gets, on the way there, and in the record of an outcome."""
+"""Artefacts: files of an agent's sandbox passed to its verifier and recorded in an outcome."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 ARTIFACTS_DIR: Final = "/logs/artifacts"
 MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
-"""Limit of the artefacts of a step that an outcome keeps; with more, the rollout cannot be graded again."""
+"""Limit of the artefacts of a step kept in an outcome. Beyond it, the rollout cannot be graded again."""
 MAX_KEPT_CHARS: Final = 8 * 1024 * 1024
-"""Limit of the artefacts of all steps, as they are in an outcome: compressed, and in base64."""
+"""Limit of the artefacts of all steps as stored in an outcome: compressed and in base64."""
 MAX_KEPT_ENTRIES: Final = 10_000
 PUT_TIMEOUT_S: Final = 60.0
 STAGED: Final = "/tmp/.carried"
 CARRIED: Final = TransferOptions(overwrite=True, max_bytes=1024**3, max_entries=100_000, remote_roots=("/",))
 _LEVEL: Final = 1
 _OURS: Final = (errno.EMFILE, errno.ENFILE, errno.EIO)
-"""Errors of this machine, and of no sandbox."""
+"""Errors of this machine, not of a sandbox."""
 
 Carried = list[tuple[str, Path]]
-"""Artefacts: where they are in a sandbox, and where they are here."""
+"""Artefacts: their paths in a sandbox, and their paths here."""
 
 LAY_OVER: Final = """\
 above=$(dirname -- "$2")
@@ -58,22 +58,25 @@ else
     mkdir -p -- "$(dirname -- "$2")" && cp -a -- "$1" "$2"
 fi && rm -rf -- "$1"
 """
-"""Folders are merged. Between a file and a folder, the agent's replaces the other."""
+"""Folders are merged. If one side is a file and the other a folder, the agent's replaces the other."""
 
 
 class NotTaken(Exception):
-    """An artefact cannot be laid into a verifier's sandbox."""
+    """An artefact cannot be placed into a verifier's sandbox."""
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An artefact in a record: its place in a sandbox, and its tree."""
+    """A recorded artefact: its place in a sandbox, and its tree."""
 
     remote: str
     parts: list[TreePart]
 
 
 async def collect(context: RolloutContext, verifier: Verification, environment: Environment, folder: Path) -> Carried:
-    """Copy artefacts out of the agent's sandbox. What is not there, or is too large, is the agent's doing: left out."""
+    """Copy artefacts out of the agent's sandbox.
+
+    Missing or oversized artefacts are the agent's fault and are left out.
+    """
     assert context.sandbox is not None
     start = environment.workdir or HOME
     found: Carried = []
@@ -90,12 +93,12 @@ async def collect(context: RolloutContext, verifier: Verification, environment: 
 
 
 async def put(sandbox: Sandbox, local: Path, remote: str) -> None:
-    """Lay an artefact over what the sandbox has there: folders are merged, as Harbor merges them.
+    """Place an artefact over existing files of the sandbox; folders are merged, as in Harbor.
 
     Raises:
-        NotTaken: the sandbox does not take it. The artefact may be the reason.
+        NotTaken: the sandbox does not accept it. The artefact may be the reason.
         EvaluationError: this machine cannot read it.
-        ProgramKilled: the program that lays it there was killed.
+        ProgramKilled: the program that places it was killed.
     """
     try:
         await sandbox.upload(local, STAGED, options=CARRIED)
@@ -111,9 +114,9 @@ async def put(sandbox: Sandbox, local: Path, remote: str) -> None:
 
 
 def pack(carried: Carried, max_chars: int) -> str | None:
-    """Return artefacts as a text for an outcome's details. Blocks on the disk.
+    """Return artefacts as text for an outcome's details. Blocks on the disk.
 
-    None if they exceed `MAX_KEPT_BYTES`, or the text has more than `max_chars`.
+    Returns None if they exceed `MAX_KEPT_BYTES`, or the text exceeds `max_chars`.
     """
     kept: list[_Kept] = []
     left_bytes, left_entries = MAX_KEPT_BYTES, MAX_KEPT_ENTRIES
@@ -138,7 +141,7 @@ def unpack(packed: str, folder: Path) -> Carried:
     """Write the artefacts of `pack` into `folder`. Blocks on the disk.
 
     Raises:
-        EvaluationError: it is no such text. Nothing outside of `folder` is written.
+        EvaluationError: the text is invalid. Nothing outside of `folder` is written.
     """
     limits = TreeLimits(max_bytes=MAX_KEPT_BYTES, max_entries=MAX_KEPT_ENTRIES)
     found: Carried = []

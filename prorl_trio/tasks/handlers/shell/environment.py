@@ -1,4 +1,4 @@
-"""Sandboxes as tasks in a shell ask for them, made ready."""
+"""Sandboxes for tasks in a shell, and their preparation."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ done
 rm -rf /tests/* /tests/.[!.]* /tests/..?*
 rm -rf /logs/verifier/reward.json /logs/verifier/reward.txt
 """
-"""Folders are emptied, and not removed: over a layer that has one, no other can be made."""
+"""Folders are emptied instead of removed, because a folder of a lower layer could not be created again."""
 _CLEAR_ALL: Final = f"{CLEAR}rm -rf /logs/verifier/* /logs/verifier/.[!.]* /logs/verifier/..?*\n"
 
 
 def make_root_layer() -> Path:
-    """Make the folder that is laid over `host`, under which `/` can be written, and return it. Blocks on the disk."""
+    """Create and return the folder that is laid over `host` and makes `/` writable. Blocks on the disk."""
     root = cache_dir() / "shell-root"
-    os.makedirs(root / "srv", exist_ok=True)  # none of the task's: what a layer has is not replaced over it
+    os.makedirs(root / "srv", exist_ok=True)  # not used by tasks: paths in a layer cannot be replaced over it
     return root
 
 
 def spec_of(environment: Environment, node: SandboxConfig, root_layer: Path) -> SandboxSpec:
-    """Return the sandbox of an environment: no more memory, disk or network than the node gives."""
+    """Return the sandbox of an environment, with at most the memory, disk and network that the node provides."""
     limits, image = node.limits, environment.image or node.image
     memory, disk = environment.memory_bytes, environment.disk_bytes
     return SandboxSpec(
@@ -68,10 +68,10 @@ def spec_of(environment: Environment, node: SandboxConfig, root_layer: Path) -> 
 
 
 async def make_ready(sandbox: Sandbox, environment: Environment) -> None:
-    """Make the folders of a task, and build its environment, in a sandbox that nobody has used.
+    """Create the folders of a task and build its environment in an unused sandbox.
 
     Raises:
-        SandboxUnavailable: a command fails, or a file cannot be put where it should be. Nothing is the policy's doing.
+        SandboxUnavailable: a command fails, or a file cannot be placed. The policy is not involved.
     """
     workdir = environment.workdir or HOME
     folders = [f"/{folder}" for folder in FOLDERS]
@@ -81,7 +81,7 @@ async def make_ready(sandbox: Sandbox, environment: Environment) -> None:
 
 
 async def start_shell(sandbox: Sandbox, environment: Environment) -> None:
-    """Bring the shell into the working directory. Raises SandboxUnavailable."""
+    """Change the shell to the working directory. Raises SandboxUnavailable."""
     workdir = environment.workdir or HOME
     try:
         result = await sandbox.bash(f"cd -- {shlex.quote(workdir)}", timeout_s=_SHELL_TIMEOUT_S)
@@ -92,10 +92,10 @@ async def start_shell(sandbox: Sandbox, environment: Environment) -> None:
 
 
 async def begin_step(sandbox: Sandbox, step: Step, environment: Environment, *, verified_here: bool) -> None:
-    """Make a sandbox ready for a step, in which the verifier of the step before was or was not.
+    """Prepare a sandbox for a step; `verified_here`: the previous step's verifier ran in it.
 
     Raises:
-        SandboxUnavailable: as `make_ready`. The agent may have brought it about.
+        SandboxUnavailable: as `make_ready`. The agent may be the cause.
     """
     what = f"step {step.name}"
     if verified_here:
@@ -110,10 +110,10 @@ async def begin_step(sandbox: Sandbox, step: Step, environment: Environment, *, 
 
 @contextmanager
 def noticing_kills(*, last_try: bool) -> Iterator[None]:
-    """Have an environment that cannot be made because a program was killed, and nobody knows by whom, made once more.
+    """Request another try if an unexplained kill of a program prevents the preparation of an environment.
 
     Raises:
-        ProgramKilled: it was, and this is not the last try (`again_if_killed`).
+        ProgramKilled: it was killed, and this is not the last try (`again_if_killed`).
     """
     try:
         yield

@@ -54,32 +54,32 @@ if TYPE_CHECKING:
 NUDGE: Final = "Go on with the tools. When the task is done, call finish."
 
 
-# The verifier of a task in a shell: the task's own script, where the agent was, or where it has never been.
+# The verifier of a task in a shell is the task's own script. It runs in the agent's sandbox, or in a fresh one.
 #
-# That the script leaves no reward may be the task's fault, or the agent's. Only a control run tells: of the same
-# script, in a fresh sandbox in which nothing of the agent's is. If that has no reward either, there is no verdict. If
-# it has, the agent has kept its verifier from a verdict, and the reward is 0.
+# If the script leaves no reward, the task or the agent may be at fault. A control run decides: the same script in a
+# fresh sandbox without any of the agent's files. If that leaves no reward either, no verdict is possible. Otherwise the
+# agent prevented its verdict, and the reward is 0.
 #
-# Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
+# If the script is killed (SIGKILL) without reaching a limit, the cause is unknown as well: it is run once more.
 #
-# The script's time is its own (`prorl_daemon.exec`): where it waits for a CPU that the machine's load keeps from
-# it, its limit stands still, and it may take up to twice as long. Wall time is a backstop; a script that reaches it had
-# no CPU, and there is no verdict.
+# The script's limit applies to its own time (`prorl_daemon.exec`). It does not advance while the script waits for a
+# CPU, so the script may take up to twice as long. Wall time is a backstop; a script that reaches it lacked CPU, and no
+# verdict is possible.
 #
-# A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive
-# the script (they are killed before the reward is read) or write the reward after its end, a signal that ended it, a
-# `reward.json` beside `reward.txt`, a reward that cannot be written any more, and a file of the tests that was
-# changed. The script may do such things by itself. So a reward with such a sign counts only if the control run has
-# the same sign; else it is 0.
+# A script that runs the agent's programs may leave a reward written by those programs. Signs of that are processes that
+# outlive the script (they are killed before the reward is read) or write the reward after its end, a signal that ended
+# it, a `reward.json` next to `reward.txt`, a reward that is no longer writable, and a modified test file. The script
+# may also cause such signs itself. So a reward with such a sign counts only if the control run has the same sign;
+# otherwise it is 0.
 
 VERIFIER_DIR: Final = "/logs/verifier"
 FIRST_SHARE: Final = 0.6
-"""Share of the time that is left for the evaluation; the rest is for a control run."""
+"""Share of the remaining evaluation time; the rest is for a control run."""
 EVAL_MARGIN_S: Final = 10.0
 STEP_TIMEOUT_S: Final = 60.0
 MAX_LOG_BYTES: Final = 64 * 1024
 LINGER_S: Final = 0.5
-"""For what the script left to end with it, such as the `tee` of its output."""
+"""Time for processes that exit together with the script, such as the `tee` of its output."""
 
 KILL_OTHERS: Final = """\
 for round in 1 2 3 4 5; do
@@ -92,7 +92,7 @@ for round in 1 2 3 4 5; do
 done
 exit 0
 """
-"""Ends all but the sandbox's own processes, by what is built into the shell."""
+"""Kills everything except the sandbox's own processes, using only shell builtins."""
 
 LIST: Final = "cd /proc && echo [0-9]*"
 AFTER: Final = """\
@@ -116,7 +116,7 @@ for path in . reward.json reward.txt; do
 done
 exit 0
 """
-"""Ends the processes that are not in the list `$1`, and prints signs that the reward is not the script's own."""
+"""Kills the processes that are not in the list `$1`, and prints signs that the reward is not the script's own."""
 SIGNS: Final = {
     "outlived": "a process outlived the verifier's script, or wrote the reward after its end",
     "killed": "a signal ended the verifier's script",
@@ -129,8 +129,8 @@ SIGNS: Final = {
 class Case(NamedTuple):
     """A step to be graded: its verifier, the agent's environment, and the sandboxes of the agent and the verifier.
 
-    `max_kept_chars` is what its artefacts may take in the record of the rollout. `is_counted`: its rewards are part of
-    the task's, so one of them has to be the reward.
+    `max_kept_chars` limits its artefacts in the record of the rollout. `is_counted`: its rewards count towards the
+    task's, so the key `reward` or a single key is required.
     """
 
     verifier: Verification
@@ -142,28 +142,28 @@ class Case(NamedTuple):
 
     @property
     def where(self) -> Environment:
-        """The environment that the verifier runs in."""
+        """Return the environment in which the verifier runs."""
         return self.verifier.environment or self.environment
 
 
 class _NoVerdict(Exception):
-    """The verifier has left no reward. The message says how."""
+    """The verifier left no reward. The message gives the reason."""
 
 
 class _Verdict(NamedTuple):
-    """The rewards of a run of the verifier, and the `SIGNS` that they are not its own."""
+    """The rewards of a run of the verifier, and `SIGNS` that they were forged."""
 
     rewards: dict[str, float]
     signs: frozenset[str]
 
 
 async def verify(context: RolloutContext, case: Case, record: StepRecord) -> None:
-    """Run a step's verifier on what the agent has done, and put its verdict into `record`.
+    """Run a step's verifier on the agent's work, and store its verdict in `record`.
 
-    Where artefacts are recorded, they are looked at in place of the agent's sandbox.
+    If artefacts are recorded, they replace the agent's sandbox.
 
     Raises:
-        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible.
     """
 
     async def grade(*, last_try: bool) -> _Verdict:
@@ -232,10 +232,10 @@ async def _in_own_sandbox(context: RolloutContext, case: Case, record: StepRecor
 
 
 async def _signs_of_control(context: RolloutContext, case: Case) -> frozenset[str]:
-    """Return the signs of a run where nothing of the agent's is. A run without a reward has none.
+    """Return the signs of a run without any of the agent's files; empty for a run without a reward.
 
     Raises:
-        SandboxUnavailable, SandboxLost: its sandbox does not start. There is no verdict.
+        SandboxUnavailable, SandboxLost: its sandbox does not start. No verdict is possible.
     """
     with context.waiting("the verifier's control run", "evaluator"):
         async with context.open_sandbox(case.own if case.verifier.separate else case.agents) as sandbox:
@@ -247,11 +247,11 @@ async def _signs_of_control(context: RolloutContext, case: Case) -> frozenset[st
 
 
 async def _control(context: RolloutContext, case: Case, problem: str) -> None:
-    """Run the verifier where nothing of the agent's is.
+    """Run the verifier without any of the agent's files.
 
     Raises:
-        EvaluationError: it has no reward there either. There is no verdict.
-        SandboxUnavailable, SandboxLost: its sandbox does not start, or is lost. There is no verdict.
+        EvaluationError: it leaves no reward there either. No verdict is possible.
+        SandboxUnavailable, SandboxLost: its sandbox does not start, or is lost. No verdict is possible.
     """
     with context.waiting("the verifier's control run", "evaluator"):
         try:
@@ -271,11 +271,11 @@ async def _run(
     is_control: bool = False,
     last_try: bool = True,
 ) -> _Verdict:
-    """Place the tests, run the script, read its reward. Raises _NoVerdict, and ProgramKilled but at the last try."""
+    """Place the tests, run the script, read its reward. Raises _NoVerdict, and ProgramKilled except on the last try."""
     verifier = case.verifier
     try:
         await _place(sandbox, verifier, answer)
-        isolated = context.resources.config.sandbox.provider != "process"  # which has the processes of the machine
+        isolated = context.resources.config.sandbox.provider != "process"  # "process" isolates nothing
         before = await _say(sandbox, LIST)
         limit_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
         most_s = backstop_s(limit_s)
@@ -291,7 +291,7 @@ async def _run(
                 linger_s=LINGER_S,
                 watch=[f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES],
             )
-        context.leave_uncharged(-min(result.own_s, limit_s))  # its own time is the budget's; the load is nobody's
+        context.leave_uncharged(-min(result.own_s, limit_s))  # only its own time is charged, not the machine's load
         if not is_control:
             context.log_evaluation(result.stdout.decode(errors="replace"))
             context.log_evaluation(result.stderr.decode(errors="replace"))
@@ -316,7 +316,7 @@ async def _run(
 
 
 async def _say(sandbox: Sandbox, script: str, *arguments: str) -> str:
-    """Return what a script of ours prints. Raises ProgramKilled; _NoVerdict if it fails."""
+    """Return the output of our own script. Raises ProgramKilled; _NoVerdict if it fails."""
     result = await sandbox.exec(["/bin/sh", "-c", script, "sh", *arguments], timeout_s=STEP_TIMEOUT_S)
     check_end("sh", result)
     if result.exit_code != 0:
@@ -325,7 +325,7 @@ async def _say(sandbox: Sandbox, script: str, *arguments: str) -> str:
 
 
 async def _is_altered(sandbox: Sandbox, verifier: Verification) -> bool:
-    """Return whether a file of the tests is not what was placed: a shell reads its script while it runs."""
+    """Return whether a test file was modified after it was placed: a shell reads its script while running it."""
     for path, file in verifier.files.items():
         try:
             if await sandbox.read_file(path, max_bytes=len(file.content) + 1) != file.content:
@@ -343,7 +343,7 @@ def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:
 
 
 async def _place(sandbox: Sandbox, verifier: Verification, answer: str | None) -> None:
-    """Put the tests where the agent may have left others, after old rewards and links to elsewhere are gone."""
+    """Write the tests over the agent's files, after removing old rewards and links that lead elsewhere."""
     await _say(sandbox, CLEAR)
     for path, file in verifier.files.items():
         await sandbox.write_file(path, file.content, mode=file.mode | 0o111 if path == verifier.script else file.mode)
@@ -374,12 +374,12 @@ async def _read_rewards(sandbox: Sandbox, *, is_counted: bool) -> dict[str, floa
 
 
 async def run_solution(context: RolloutContext, solution: Solution, environment: Environment) -> None:
-    """Run a solution where the agent would work, for as long as the agent might. Its verifier says what it is worth.
+    """Run a solution as the agent would, with the agent's time limit. The verifier grades the result.
 
-    Its output is in the evaluation's log. How it ends does not matter, as in Harbor.
+    Its output goes to the evaluation's log. Its exit status is ignored, as in Harbor.
 
     Raises:
-        HandlerError: the sandbox does not take it.
+        HandlerError: the sandbox does not accept the solution.
     """
     assert context.sandbox is not None
     config = context.resources.config
@@ -405,26 +405,26 @@ async def run_solution(context: RolloutContext, solution: Solution, environment:
 
 
 class ShellHandler(AgentHandler):
-    """Tasks of Harbor's folders, and whatever a script in a sandbox can check.
+    """Tasks from Harbor folders, and any other task that a script in a sandbox can check.
 
-    `RolloutContext.handler_state` is the `Progress` of the rollout. The agent is told of a step when it has finished
-    the one before, which is graded then, in RUN; the one that it works on at its end is graded in EVAL.
+    `RolloutContext.handler_state` is the `Progress` of the rollout. When the agent finishes a step, the step is graded
+    within RUN, and the agent gets the next one. The last step that it works on is graded in EVAL.
     """
 
     name = "shell"
-    after_run = "keep"  # artefacts are in it, and a shared verifier works there
+    after_run = "keep"  # it contains the artefacts, and a shared verifier runs in it
 
     def __init__(self) -> None:
         self._has_network = True
         self._root_layer = Path()
 
     async def prepare(self, resources: Resources) -> None:
-        """Make the layer under which `/` of the host's image can be written."""
+        """Create the layer that makes `/` of the host's image writable."""
         self._has_network = resources.config.sandbox.network
         self._root_layer = await trio.to_thread.run_sync(make_root_layer)
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`. A task that needs a network is refused by a node that gives none."""
+        """See `AgentHandler.validate`. A node without network refuses a task that needs one."""
         task = read_payload(payload)
         asked = [("environment", task.environment)]
         for number, step in enumerate(task.steps):
@@ -439,12 +439,12 @@ class ShellHandler(AgentHandler):
                 )
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The task's environment, within the node's limits."""
+        """Return the task's environment, within the node's limits."""
         environment = read_payload(context.spec.instance.payload).environment
         return spec_of(environment, context.resources.config.sandbox, self._root_layer)
 
     async def init(self, context: RolloutContext) -> None:
-        """Build the environment and the first step's, and start the shell in its working directory."""
+        """Build the environment and the first step's setup, and start the shell in its working directory."""
         assert context.sandbox is not None
         task = read_payload(context.spec.instance.payload)
         with context.waiting("build of the environment", "sandbox"):
@@ -454,7 +454,7 @@ class ShellHandler(AgentHandler):
         context.handler_state = Progress(steps=[StepRecord(name=task.steps[0].name)])
 
     async def run(self, context: RolloutContext) -> None:
-        """See `prorl_trio.agent.loop.run_agent`. Where the task brings its solution, that is run, and nobody asked."""
+        """See `prorl_trio.agent.loop.run_agent`. If the task contains a solution, it runs instead of the policy."""
         task = read_payload(context.spec.instance.payload)
         if task.agent_timeout_s is not None:
             asked = context.spec.budgets
@@ -486,11 +486,11 @@ class ShellHandler(AgentHandler):
                 break
 
     async def _next_step(self, context: RolloutContext, task: ShellPayload, answer: str) -> list[ChatMessage] | None:
-        """Grade the step that the agent has finished, and begin the next one; None if there is none.
+        """Grade the finished step and begin the next one; None if it was the last.
 
         Raises:
-            EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict, or the next step cannot be begun, and
-                not for anything that the agent has done.
+            EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible, or the next step cannot begin, and
+                the agent is not the cause.
         """
         progress: Progress = context.handler_state
         number, record = len(progress.steps), progress.steps[-1]
@@ -510,7 +510,7 @@ class ShellHandler(AgentHandler):
         return [ChatMessage(role="user", content=task.steps[number].instruction)]
 
     async def _begin(self, context: RolloutContext, task: ShellPayload, number: int) -> str:
-        """Make the agent's sandbox ready for a step; return how the agent has made that impossible, if it has."""
+        """Prepare the agent's sandbox for a step; return how the agent prevented that, if it did."""
         step, verified_here = task.steps[number], not task.steps[number - 1].verifier.separate
 
         async def begin(sandbox: Sandbox) -> None:
@@ -531,14 +531,14 @@ class ShellHandler(AgentHandler):
         return ""
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """Return the reward of all steps; where one wants an answer, none is 0.0 at once."""
+        """Return the reward of all steps; a missing required answer gets 0.0 at once."""
         task, progress = read_payload(context.spec.instance.payload), context.handler_state
         blocked = False
         for number, (step, record) in enumerate(zip(task.steps, progress.steps, strict=False), start=1):
             if not record.is_graded:
                 await self._grade(context, task, step, record)
             blocked = not record.spoilt and not meets(step, record)
-            if blocked and number < len(progress.steps):  # graded again, and worse than before
+            if blocked and number < len(progress.steps):  # graded again, with a worse result than before
                 progress.steps, progress.gated = progress.steps[:number], True
                 break
         if progress.gated and not blocked:
@@ -563,12 +563,12 @@ class ShellHandler(AgentHandler):
         await verify(context, case, record)
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The steps so far, with artefacts. See `AgentHandler.gradable`."""
+        """Return the steps so far, with artefacts. See `AgentHandler.gradable`."""
         progress: Progress | None = context.handler_state
         return {} if progress is None else progress.details(is_over=False)
 
     def restore(self, context: RolloutContext, recorded: Recorded) -> None:
-        """Restore the steps that were reached, where their verifiers have sandboxes of their own."""
+        """Restore the reached steps, if their verifiers have separate sandboxes."""
         context.handler_state = Progress.restored(read_payload(context.spec.instance.payload), recorded.details)
 
 
@@ -578,7 +578,7 @@ class _ShellStyle(AgentStyle):
 
 
 class _StepEndTool(FinishTool):
-    """Ends a step of several."""
+    """Ends one of several steps."""
 
     description = "Say that you are done with what was asked for last. You may then be asked for more."
     parameters: ClassVar[Mapping[str, Any]] = {
@@ -588,6 +588,5 @@ class _StepEndTool(FinishTool):
     }
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """See `FinishTool.call`."""
         ended = await super().call(arguments, sandbox, timeout_s=timeout_s)
         return ended.with_text("This step has ended.")

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 RewardStrategy = Literal["mean", "final"]
-"""The reward of a task of several steps: the mean of theirs, key by key, or that of the last."""
+"""The reward of a task with several steps: the mean of their rewards by key, or the last step's."""
 
 MAX_TASK_BYTES: Final = 16 * 1024 * 1024
-"""Limit of all files of a task together: they travel in its job."""
+"""Limit of all files of a task together, because they are part of its job."""
 HOME: Final = "/home/agent"
-"""Working directory of a task that names none."""
+"""Default working directory."""
 _MIB: Final = 1024 * 1024
 
 FOR_PROGRAMS: Final = "You work on a Linux machine by its shell. Do what is asked for."
@@ -26,14 +26,14 @@ SYSTEM_PROMPT: Final = f"{FOR_PROGRAMS} When it is done, call finish."
 
 
 class TaskFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file of a task. `content` is in base64 where the job is JSON. `mode` is that of chmod."""
+    """A file of a task. `content` is in base64 if the job is JSON. `mode` is as for chmod."""
 
     content: bytes
     mode: Annotated[int, msgspec.Meta(ge=0, le=0o777)] = 0o644
 
 
 class Build(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An action by which an environment is made: files by absolute path, and then a command for `sh` in `cwd`."""
+    """A build step of an environment: files by absolute path, followed by a command for `sh` in `cwd`."""
 
     files: dict[str, TaskFile] = {}
     command: str = ""
@@ -41,16 +41,17 @@ class Build(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The sandbox that a task asks for.
+    """The sandbox requested by a task.
 
     Attributes:
-        image: see `SandboxSpec`; empty is the node's own.
-        build: made in every new sandbox, in order, before the agent or the verifier comes.
+        image: see `SandboxSpec`; empty selects the node's default.
+        build: steps run in every new sandbox, in order, before the agent or the verifier.
         build_timeout_s: for each command of `build`.
-        workdir: where shells and the verifier start; empty is the home directory.
-        env: variables of the tools.
-        network: False wants none, True one, which the node must allow; None takes what the node gives.
-        memory_bytes: of the sandbox, up to what the node gives; None is that.
+        workdir: start folder of shells and the verifier; empty selects the home directory.
+        env: environment variables of the tools.
+        network: False disables the network; True requires it, and the node must allow it; None accepts the node's
+            setting.
+        memory_bytes: of the sandbox, up to the node's limit; None selects that limit.
         disk_bytes: likewise.
     """
 
@@ -68,14 +69,14 @@ class Verification(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The grading of a task: a script that writes `/logs/verifier/reward.json` or `reward.txt`.
 
     Attributes:
-        files: by absolute path. None of them is in a sandbox before the agent is done.
-        script: the one that is run.
+        files: by absolute path. They are placed only after the agent is done.
+        script: the file to run.
         timeout_s: for the script.
-        env: variables of the script.
-        separate: run it in a sandbox in which the agent has never been, with `artifacts` of the agent's.
-        environment: of that sandbox; None is one like the agent's.
-        artifacts: files and folders of the agent's sandbox that are carried over; those in `/logs/artifacts` always.
-        answer_path: the file that the agent's final answer is put into. Empty: no answer is wanted.
+        env: environment variables of the script.
+        separate: run it in a sandbox that the agent has never used, with `artifacts` from the agent's.
+        environment: of that sandbox; None selects one like the agent's.
+        artifacts: files and folders of the agent's sandbox to copy; those in `/logs/artifacts` are always copied.
+        answer_path: the file for the agent's final answer. Empty: no answer is required.
     """
 
     files: dict[str, TaskFile]
@@ -95,7 +96,7 @@ class Verification(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Solution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The task's own solution, run in place of the agent: `script` is one of `files`, which are by absolute path."""
+    """The task's own solution, run instead of the agent: `script` is one of `files`, which are by absolute path."""
 
     files: dict[str, TaskFile]
     script: str = "/solution/solve.sh"
@@ -107,15 +108,15 @@ class Solution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of a task: the agent hears of it when the one before is over.
+    """A part of a task, shown to the agent when the previous part is over.
 
     Attributes:
-        instruction: of this step, as the agent is told it.
-        verifier: how it is graded, when the agent has finished it.
-        name: by which the details of an outcome have it.
-        setup: made in the agent's sandbox before the step begins.
-        min_reward: rewards by key without which the steps after it are not begun.
-        solution: where one is given, nothing is sampled.
+        instruction: the agent's instruction for this step.
+        verifier: grades the step after the agent has finished it.
+        name: its name in the details of an outcome.
+        setup: run in the agent's sandbox before the step begins.
+        min_reward: minimal rewards by key for starting the following steps.
+        solution: if given, nothing is sampled.
     """
 
     instruction: str
@@ -134,11 +135,11 @@ class ShellPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """`TaskInstance.payload` of a task in a shell.
 
     Attributes:
-        steps: of the task, in order; most have one.
+        steps: of the task, in order; most tasks have one.
         environment: the agent's sandbox, the same for all steps.
-        reward_strategy: of several steps.
-        agent_timeout_s: for the agent's tools and tokens in all steps; None is the job's `agent_s`.
-        system_prompt: replaces ours.
+        reward_strategy: combines the rewards of several steps.
+        agent_timeout_s: for the agent's tools and tokens in all steps; None selects the job's `agent_s`.
+        system_prompt: replaces the handler's own.
     """
 
     steps: Annotated[list[Step], msgspec.Meta(min_length=1)]

@@ -1,4 +1,4 @@
-"""The steps of a task, as far as an agent has come, and the reward of all of them together. Pure."""
+"""The reached steps of a task, and their combined reward. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ MAX_SHOWN_CHARS: Final = 2000
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
-    """A step that the agent has reached, and what became of it.
+    """A step that the agent has reached, and its result.
 
     Attributes:
         name: of the step.
-        answer: the one that the agent ended it with.
-        rewards: as its verifier wrote them; None if it has not run, or has none.
-        spoilt: how the agent kept the verifier from a reward; empty if it did not.
-        artifacts: those that a separate verifier had (`artifacts.pack`); None if they were not taken, or too large.
+        answer: the agent's answer at the end of the step.
+        rewards: as written by the verifier; None if it has not run or left none.
+        spoilt: how the agent prevented a reward; empty if it did not.
+        artifacts: the artefacts given to a separate verifier (`artifacts.pack`); None if they were not taken or too
+            large.
     """
 
     name: str = ""
@@ -41,13 +42,13 @@ class StepRecord(msgspec.Struct, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """The steps that were reached, in order. `gated`: the last of them lacked its `min_reward`, so the next was not."""
+    """The reached steps, in order. `gated`: the last one lacked its `min_reward`, so the next one did not start."""
 
     steps: list[StepRecord]
     gated: bool = False
 
     def details(self, *, is_over: bool = True) -> dict[str, Any]:
-        """Return what an outcome says of the steps, and `restored` needs."""
+        """Return the details of the steps for an outcome, as input for `restored`."""
         said: dict[str, Any] = {"steps": msgspec.to_builtins(self.steps), "gated": self.gated}
         if is_over:
             last = self.steps[-1]
@@ -58,10 +59,10 @@ class Progress(msgspec.Struct, kw_only=True):
 
     @classmethod
     def restored(cls, payload: ShellPayload, details: Mapping[str, Any]) -> Progress:
-        """Return the progress that `details` tell of, without verdicts.
+        """Return the progress recorded in `details`, without verdicts.
 
         Raises:
-            NotRestorable: they do not say, or what a verifier had is not in them.
+            NotRestorable: the details are incomplete, or lack the verifier's input.
         """
         try:
             found = msgspec.convert({key: details.get(key) for key in ("steps", "gated")}, cls)
@@ -89,25 +90,25 @@ def _missing(step: Step, record: StepRecord) -> str:
 
 
 def is_unanswered(step: Step, record: StepRecord) -> bool:
-    """Return whether an answer is wanted and there is none: then there is nothing to verify."""
+    """Return whether a required answer is missing: then there is nothing to verify."""
     return bool(step.verifier.answer_path) and not (record.answer or "").strip()
 
 
 def meets(step: Step, record: StepRecord) -> bool:
-    """Return whether the rewards of a step let the next one begin."""
+    """Return whether the rewards of a step allow the next one to begin."""
     rewards = record.rewards
     return rewards is not None and all(rewards.get(key, -1e308) >= least for key, least in step.min_reward.items())
 
 
 def reward_of(steps: Sequence[Step], progress: Progress, strategy: RewardStrategy) -> tuple[float, dict[str, float]]:
-    """Return the reward of a task whose reached steps are graded, and the rewards by key that it is one of.
+    """Return the reward of a task whose reached steps are graded, and the rewards by key from which it was chosen.
 
-    As in Harbor: `mean` is the mean of each key over the steps, where a missing key is 0, and `final` the last step's.
-    Steps behind one that lacks its `min_reward` do not count. Other than there, steps that the agent did not come to
-    count as 0, and so does one whose verifier it kept from a reward: else it would gain by going no further.
+    As in Harbor, `mean` is the mean of each key over the steps, where a missing key is 0, and `final` is the last
+    step's. Steps after a step that lacks its `min_reward` do not count. Unlike in Harbor, steps that the agent did not
+    reach count as 0, and so does a step whose reward it prevented. Otherwise it would gain by stopping early.
 
     Raises:
-        EvaluationError: there are several rewards, and none is called `reward`.
+        EvaluationError: there are several rewards, but not `reward`.
     """
     records = progress.steps
     blocked = not meets(steps[len(records) - 1], records[-1]) and not records[-1].spoilt

@@ -1,1 +1,1 @@
-"""Science questions: an agent that searches and computes, and graders that read short answers of many kinds."""
+"""Science questions: an agent that searches and computes, and graders for many kinds of short answers."""

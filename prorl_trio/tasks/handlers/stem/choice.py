@@ -1,4 +1,4 @@
-"""Answers to multiple choice: a letter, or the text of a choice."""
+"""Answers to multiple-choice questions: a letter, or the text of a choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MAX_BEYOND_CHARS: Final = 600
-"""An answer that is so much longer than the longest choice names none."""
+"""An answer longer than the longest choice by more than this names none."""
 _LEAD: Final = re.compile(
     r"(?:(?:so|thus|hence|therefore|then|the|correct|right|best|final|most|likely|appropriate|suitable|accurate|answer|"
     r"option|choice|letter|statement|is|it|its|it's|that|would|be|must|should|we|i(?=\s+[a-z]{2})|choose|chose|pick|select|"
@@ -40,24 +40,25 @@ _IS_RIGHT: Final = re.compile(
 _BEHIND: Final = re.compile(
     r"(.+?\S)(?:\s?[(\[](?:(?:option|choice|answer)\s)?|,\s(?:option|choice)\s)([A-Z])[)\]]?\.?", re.DOTALL
 )
-"""The text of a choice, and its letter behind it."""
+"""The text of a choice, followed by its letter."""
 _NEEDLESS_SPACE: Final = re.compile(r"(?<=\W) | (?=\W)|(?<=\d) (?=[^\W\d])")
 _IDLE_ZEROS: Final = re.compile(r"(?<![\w.,])(\d+)(?:\.0+|(\.\d*[1-9])0+)(?![\d.])")
 _NO_ZERO: Final = re.compile(r"(?<![\w.,)])\.(?=\d)")
 _NOT_OTHER: Final = re.compile(r"\W{0,4}(?:and\s)?not\s(?:option\s|choice\s)?\W?([A-Z])\W{0,3}", re.IGNORECASE)
 _SIMPLE_FRACTION: Final = re.compile(r"\((\d{1,9}/\d{1,9})\)")
 _ALSO: Final = re.compile(r"(?<![A-Za-z])(?:or|but|wait|actually|maybe|perhaps)[\s,]+[(\[]?[A-Z](?![A-Za-z])")
-"""Another letter that may be right as well."""
+"""A second letter that may also be meant."""
 _OTHER_LETTER: Final = re.compile(r"(?<![A-Za-z'])(?:[(\[]([A-Za-z])[)\]]|([B-HJ-Z])(?![A-Za-z'’]))")  # noqa: RUF001
 
 
 def read_choice(text: str, choices: Sequence[str]) -> str | None:
-    """Return the letter of the one choice that an answer names; None if it names none, or more than one.
+    """Return the letter of the single choice that an answer names; None if it names none or several.
 
-    `C`, `(c)`, `C.`, `Option C`, `\\boxed{C}`, `the answer is C`, `C is correct`, `C. the text of C`, or a part of that
-    text, and the text of exactly one choice. Choices are compared as they are written, then without what `normalise`
-    takes off, in steps, so that choices that differ by case or by a sign alone can be named. A letter with the text of
-    another choice names none, and neither does what takes an answer back or adds another one.
+    Accepted forms are `C`, `(c)`, `C.`, `Option C`, `\\boxed{C}`, `the answer is C`, `C is correct`, `C. the text of C`
+    or a part of that text, and the text of exactly one choice. Choices are compared first as written, then step by step
+    without the parts that `normalise` removes. So choices that differ only in case or in one sign can be named. A
+    letter with the text of another choice names none. Neither does an answer that is revoked or extended by another
+    one.
     """
     texts = _texts(tuple(choices))
     for stated in stated_answers(text):
@@ -67,7 +68,7 @@ def read_choice(text: str, choices: Sequence[str]) -> str | None:
 
 
 class _Texts:
-    """The choices, in the forms in which answers are compared with them."""
+    """The choices in the forms with which answers are compared."""
 
     def __init__(self, choices: Sequence[str]) -> None:
         self._count = len(choices)
@@ -76,7 +77,7 @@ class _Texts:
         self.longest = max(map(len, choices))
 
     def read(self, said: str) -> int | None:
-        """Return the place of the choice that is named."""
+        """Return the index of the named choice."""
         bare = plain(said)
         alone = _alone(bare)
         if len(alone) == 1 and alone in LETTERS[: self._count]:
@@ -100,7 +101,7 @@ class _Texts:
         return self._same(first_sentence(without_reason(bare)))
 
     def _same(self, said: str, forms: int | None = None) -> int | None:
-        """Return the one choice with this text, by the first of `forms` in which there is any; None for several."""
+        """Return the only choice with this text, by the first of `forms` that matches any; None for several."""
         for number, form in enumerate(_FORMS[:forms]):
             wanted = form(said)
             same = [place for place, text in enumerate(self._in_form(number)) if text and are_same(text, wanted)]
@@ -109,13 +110,13 @@ class _Texts:
         return None
 
     def _in_form(self, number: int) -> list[str]:
-        """Return the choices in a form of `_FORMS`. Most answers need only the first ones."""
+        """Return the choices in a form of `_FORMS`, computed lazily because most answers need only the first forms."""
         while len(self._forms) <= number:
             self._forms.append([_FORMS[len(self._forms)](choice) for choice in self._choices])
         return self._forms[number]
 
     def _lettered(self, said: str) -> tuple[int | None, bool]:
-        """Return the choice named by its letter, and whether a letter is named at all."""
+        """Return the choice named by its letter, and whether any letter is named."""
         lead = _LEAD.match(said)
         start = lead.end() if lead else 0
         found = _LETTER.fullmatch(said[start:])
@@ -132,7 +133,7 @@ class _Texts:
         return (place if self._agrees(rest, place) else None), True
 
     def _agrees(self, rest: str, own: int) -> bool:
-        """Return whether what stands behind a letter says nothing else than the choice of that letter."""
+        """Return whether the text after a letter does not contradict that letter's choice."""
         said = self._same(rest)
         rest = re.sub(r"^[-–]\s", "", rest).strip(" .()[]{}\"':,;")  # noqa: RUF001
         if not rest or _IS_RIGHT.fullmatch(rest):
@@ -142,7 +143,7 @@ class _Texts:
             return said == own
         texts = self._in_form(len(_FORMS) - 1)
         if _loosest(rest) == texts[own]:
-            return True  # the text of another choice is the same
+            return True  # another choice has the same text
         if (reason := REASON.search(rest)) is not None and not HEDGES.search(rest[: reason.start()]):
             head = rest[: reason.start()]
             return not _ALSO.search(rest, reason.end()) and (not head or self._agrees(head, own))
@@ -165,7 +166,7 @@ class _Texts:
         return bool(shortened) and _within(shortened, mine) and len(shortened) > 2
 
     def _explains(self, text: str, own: int) -> bool:
-        """Return whether what follows a letter takes nothing back, and names no other choice."""
+        """Return whether the text after a letter neither revokes it nor names another choice."""
         doubtful = HEDGES.search(text) or _has_other(text, own)
         return not doubtful and not self._others_within(_loosest(text), own)
 
@@ -177,7 +178,7 @@ class _Texts:
 
 @lru_cache(maxsize=16)
 def _texts(choices: tuple[str, ...]) -> _Texts:
-    """The rollouts of a group answer the same question."""
+    """Return the cached forms, because the rollouts of a group answer the same question."""
     return _Texts(choices)
 
 
@@ -186,13 +187,13 @@ def _within(part: str, whole: str) -> bool:
 
 
 def _has_other(text: str, own: int) -> bool:
-    """Return whether another letter is named, too."""
+    """Return whether another letter is named as well."""
     others = (found[1] or found[2] for found in _OTHER_LETTER.finditer(text))
     return any(other.upper() != LETTERS[own] for other in others)
 
 
 def _alone(text: str) -> str:
-    """Return the letter that a text is, without the brackets, quotes and the point around it; empty if it is none."""
+    """Return the single letter in a text, without surrounding brackets, quotes and point; empty if there is none."""
     found = _LONE.fullmatch(text)
     return found[1] if found else ""
 
@@ -225,6 +226,6 @@ def _loosest(text: str) -> str:
 
 
 STRICT: Final = 4
-"""Forms in which an article counts: `A Green` may be the letter A."""
+"""Number of forms in `_FORMS` that keep articles: `A Green` may be the letter A."""
 _FORMS: Final = (_exact, _undressed, _cased, _folded, _loosest)
-"""From the text as it is to its loosest form."""
+"""From the exact text to its loosest form."""

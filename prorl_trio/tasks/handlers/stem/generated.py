@@ -1,7 +1,7 @@
-"""The families of reasoning-gym that are used, and the answers that their verifiers may see.
+"""The supported families of reasoning-gym, and the answers that may be passed to their verifiers.
 
-Some of its verifiers evaluate the answer as Python. Those see only what cannot do more than to be a value: a literal,
-or a formula of plain names and operators. Families whose verifier takes wrong answers are refused.
+Some verifiers evaluate the answer as Python. These get only answers that cannot execute anything: a literal, or a
+formula of plain names and operators. Families whose verifier accepts wrong answers are refused.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 CHECKED_VERSIONS: Final = frozenset({"0.1.25"})
-"""Versions whose verifiers were looked through for what they do to an answer."""
+"""Versions whose verifiers were reviewed for their treatment of answers."""
 SOLVED: Final = 1.0 - 1e-6
-"""The least score that counts as solved."""
+"""The minimal score that counts as solved."""
 ANEW: Final = "its generator does not make the same task of a seed each time"
 REFUSED: Final = {
     "coin_flip": "its verifier takes the beginning of the right number, a lone 0, for all of it",
@@ -33,7 +33,7 @@ _LITERALS: Final = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "str
 """Families whose verifiers call `eval` on an answer."""
 _FORMULAS: Final = frozenset({"intermediate_integration", "simple_integration"})
 _SUMS: Final = frozenset({"countdown"})
-"""Families whose verifiers give an answer to SymPy's parser, which evaluates it; of numbers alone, or of more."""
+"""Families whose verifiers pass an answer to SymPy's parser, which evaluates it."""
 MAX_EVALUATED_CHARS: Final = 1_000
 _FORMULA: Final = re.compile(r"(?:[A-Za-z]+|\d+(?:\.\d+)?|\*\*|[-+*/^()]|\s)*+")
 _NO_NUMBER: Final = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)[ij]?(?![a-z])", re.IGNORECASE)
@@ -41,7 +41,7 @@ _FUNCTIONS: Final = frozenset({"sin", "cos", "tan", "exp", "log", "sqrt", "asin"
 
 
 def check_family(family: str) -> None:
-    """Raise ValueError, with the reason, if this family, or the installed reasoning-gym, is not to be used."""
+    """Raise ValueError, with the reason, if this family or the installed reasoning-gym is not supported."""
     if family in REFUSED:
         raise ValueError(f"reasoning-gym's family {family} is refused: {REFUSED[family]}")
     try:
@@ -56,7 +56,7 @@ def check_family(family: str) -> None:
 
 
 def may_be_evaluated(family: str, answer: str) -> bool:
-    """Return whether the verifier of a family may see an answer: others evaluate nothing, and see all."""
+    """Return whether an answer may be passed to a family's verifier. Verifiers that evaluate nothing get any answer."""
     if family in _LITERALS:
         return len(answer) <= MAX_EVALUATED_CHARS and _is_plain(answer)
     if family in _SUMS:
@@ -71,14 +71,14 @@ def may_be_evaluated(family: str, answer: str) -> bool:
 
 
 def is_no_number(answer: str) -> bool:
-    """Return whether an answer has a NaN or an infinity as Python writes them, which pass comparisons of distances."""
+    """Return whether an answer contains Python's NaN or infinity, which defeat comparisons of distances."""
     return _NO_NUMBER.search(answer) is not None
 
 
 def _is_plain(answer: str) -> bool:
-    """Return whether Python would find a literal in an answer, or nothing that it could run."""
+    """Return whether Python would parse an answer as a literal, or as nothing executable."""
     if re.fullmatch(r"[\w\s]*+", answer) and not answer.strip().isidentifier():
-        return True  # a row of words or numbers
+        return True  # a sequence of words or numbers
     try:
         ast.literal_eval(answer.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):

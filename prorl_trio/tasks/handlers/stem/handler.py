@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 SCORER: Final = "prorl_trio.tasks.handlers.stem.scorer:score"
 VERIFIER: Final = "prorl_trio.tasks.handlers.stem.verifier:score"
-"""By name: their imports (pint, reasoning-gym) stay out of the node."""
+"""Given by name, so that the node does not import its dependencies (pint, reasoning-gym)."""
 WARM_UP_TIMEOUT_S: Final = 60.0
 MAX_ANSWER_CHARS: Final = 20_000
-"""A longer answer is wrong, and not looked at."""
+"""A longer answer is wrong without being graded."""
 MAX_SHOWN_CHARS: Final = 500
 MAX_UNIT_CHARS: Final = 100
-"""Characters behind a box that are kept: its unit."""
+"""Characters kept after a box, which may contain its unit."""
 NUDGE: Final = "Continue: use a tool, or give the final answer as \\boxed{answer}."
 
 
 class StemHandler(AgentHandler):
-    """Questions with a choice, a number with its unit, or a few words as their answer; tasks of reasoning-gym."""
+    """Questions answered with a choice, a number with its unit, or a few words; tasks of reasoning-gym."""
 
     name = "stem"
     gold_check = "prorl_trio.tasks.handlers.stem.scorer:check_gold"
@@ -61,11 +61,11 @@ class StemHandler(AgentHandler):
         self._search_is_there: bool | None = None
 
     async def prepare(self, resources: Resources) -> None:
-        """Note whether the node has a search."""
+        """Record whether the node offers search."""
         self._search_is_there = resources.search is not None
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`. A node (after `prepare`) also refuses tasks that need what it lacks."""
+        """See `AgentHandler.validate`. After `prepare`, a node also refuses tasks whose requirements it lacks."""
         found = read_payload(payload)
         check_backslashes(payload)
         _check_family(found.grader)
@@ -79,7 +79,7 @@ class StemHandler(AgentHandler):
             )
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec | None:
-        """The node's default image; None for a task with neither bash nor IPython."""
+        """Return the node's default image; None for a task with neither bash nor IPython."""
         tools = self._tools(read_payload(context.spec.instance.payload))
         if not {"bash", "ipython"} & set(tools):
             return None
@@ -94,7 +94,7 @@ class StemHandler(AgentHandler):
         )
 
     async def init(self, context: RolloutContext) -> None:
-        """Start the IPython shell, so that the agent's first cell does not pay for it."""
+        """Start the IPython shell, so that the agent's first cell is not charged for it."""
         if context.sandbox is None or "ipython" not in self._tools(read_payload(context.spec.instance.payload)):
             return
         with context.waiting("start of IPython", "sandbox"):
@@ -119,7 +119,7 @@ class StemHandler(AgentHandler):
         await run_agent(context, messages, tools, _StemStyle(keeps_unit=isinstance(payload.grader, Number)))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 for a right answer, else 0.0; no answer is 0.0, and one that the scorer fails at."""
+        """Return 1.0 for a correct answer, else 0.0, also if the answer is missing or crashes the scorer."""
         payload, answer = read_payload(context.spec.instance.payload), context.answer
         searches = sum(call.name == "search" for turn in context.turns for call in turn.tool_calls)
         details = {**_kept(answer), "searches": searches}
@@ -131,11 +131,11 @@ class StemHandler(AgentHandler):
         return Evaluation(reward=reward, details={**details, **verdict})
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The answer. See `AgentHandler.gradable`."""
+        """Return the answer. See `AgentHandler.gradable`."""
         return _kept(context.answer)
 
     def restore(self, context: RolloutContext, recorded: Recorded) -> None:
-        """Restore the answer; one that was too long is so again. See `AgentHandler.restore`."""
+        """Restore the answer; an answer that was too long stays so. See `AgentHandler.restore`."""
         answer, chars = restored_text(recorded, "answer"), recorded.details.get("answer_chars", 0)
         if not isinstance(chars, int):
             raise NotRestorable(f"details.answer_chars is {chars!r}, and no number")
@@ -168,7 +168,7 @@ def _check_family(grader: Grader) -> None:
 
 
 def _check_packages(grader: Grader) -> None:
-    """Raise MalformedJob if this node lacks what grades such answers."""
+    """Raise MalformedJob if this node lacks a package needed to grade such answers."""
     if isinstance(grader, Generated):
         try:
             check_family(grader.family)
@@ -181,14 +181,14 @@ def _check_packages(grader: Grader) -> None:
 
 
 def _kept(answer: str | None) -> dict[str, Any]:
-    """Return an answer as it is recorded: whole, so that it can be graded again, but for one that is too long."""
+    """Return the recorded form of an answer: complete, so that it can be graded again, unless it is too long."""
     if answer is None or len(answer) <= MAX_ANSWER_CHARS:
         return {"answer": answer}
     return {"answer": answer[:MAX_SHOWN_CHARS], "answer_chars": len(answer)}
 
 
 async def _grade(context: RolloutContext, payload: StemPayload, answer: str) -> tuple[float, dict[str, Any]]:
-    """Return the reward of an answer, and what the grader records."""
+    """Return the reward of an answer, and the grader's details."""
     grader = payload.grader
     if isinstance(grader, Generated):
         task = {"family": grader.family, "seed": grader.seed, "version": grader.version, "question": payload.question}
@@ -221,7 +221,7 @@ async def _score(
 
 
 class _StemStyle(AgentStyle):
-    """`\\boxed{}` is the final answer; of a quantity, with what follows on its line, where the unit may be."""
+    """`\\boxed{}` is the final answer; for a quantity, with the rest of its line, which may contain the unit."""
 
     def __init__(self, *, keeps_unit: bool) -> None:
         self._keeps_unit = keeps_unit

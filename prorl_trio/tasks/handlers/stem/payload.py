@@ -26,11 +26,11 @@ Tolerance = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class _Graded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
-    """The base of the graders: `kind` says which it is."""
+    """The base of the graders; `kind` selects the grader."""
 
 
 class Choice(_Graded, frozen=True, tag="choice"):
-    """A choice among several, which the question's message lists as A, B, C and so on; `answer` is the right letter."""
+    """A choice among several, listed in the question's message as A, B, C and so on; `answer` is the correct letter."""
 
     choices: Annotated[list[str], msgspec.Meta(min_length=2, max_length=len(LETTERS))]
     answer: str
@@ -41,17 +41,16 @@ class Choice(_Graded, frozen=True, tag="choice"):
 
     @property
     def letters(self) -> str:
-        """The letters of the choices, in order."""
         return LETTERS[: len(self.choices)]
 
 
 class Number(_Graded, frozen=True, tag="number"):
-    """A number, with a unit or without.
+    """A number, with or without a unit.
 
-    `answer` is the number in `unit`, which is any unit that the package pint knows, in the forms that answers may have
-    (`m/s^2`, `kJ/mol`, `degC`, `degrees Celsius`); empty for none. An answer may be in another unit of the same
-    dimension. It is right within the larger of both tolerances, the relative one of `answer`, the absolute one in
-    `unit`. An answer without a unit is taken to be in `unit`, but not with `unit_required`.
+    `answer` is the number in `unit`. The unit may be any unit known to the package pint, in the same forms as in
+    answers (`m/s^2`, `kJ/mol`, `degC`, `degrees Celsius`); empty for none. An answer may use another unit of the same
+    dimension. It is correct within the larger of the two tolerances: the relative one refers to `answer`, and the
+    absolute one is in `unit`. An answer without a unit is taken to be in `unit`, unless `unit_required` is set.
     """
 
     answer: float | str
@@ -66,7 +65,7 @@ class Number(_Graded, frozen=True, tag="number"):
 
 
 class ShortAnswer(_Graded, frozen=True, tag="text"):
-    """A word or a few: `answer`, or any of a list. With `case_sensitive`, `CO` and `Co` are two answers."""
+    """A few words: `answer`, or any element of a list. With `case_sensitive`, `CO` and `Co` are different answers."""
 
     answer: str | list[str]
     case_sensitive: bool = False
@@ -77,15 +76,15 @@ class ShortAnswer(_Graded, frozen=True, tag="text"):
 
     @property
     def golds(self) -> list[str]:
-        """Every answer that is right."""
+        """Return all accepted answers."""
         return [self.answer] if isinstance(self.answer, str) else self.answer
 
 
 class Generated(_Graded, frozen=True, tag="reasoning_gym"):
-    """A task of reasoning-gym: the first one of `family` with the generator's `seed`, verified by its own code.
+    """A task of reasoning-gym: the first task of `family` with the generator's `seed`, verified by its own code.
 
-    `version` is that of the package that made the question. The reward is 1 for what the verifier takes to be solved,
-    else 0; with `partial_credit` it is the verifier's score.
+    `version` is the version of the package that generated the question. The reward is 1 if the verifier counts the task
+    as solved, else 0; with `partial_credit` it is the verifier's score.
     """
 
     family: str
@@ -100,9 +99,9 @@ Grader = Choice | Number | ShortAnswer | Generated
 class StemPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`TaskInstance.payload` of a science question.
 
-    `tools` are those that the agent gets beside `finish`; None: bash, IPython, and search where the node has it. With
-    none of bash and IPython there is no sandbox. `system_prompt` and `instruction` (what follows the question in the
-    user's message) replace ours. Without `describe_tools` the prompt does not list the tools.
+    `tools` are the agent's tools in addition to `finish`; None: bash, IPython, and search if the node offers it.
+    Without bash and IPython no sandbox is opened. `system_prompt` and `instruction` (which follows the question in the
+    user's message) replace the handler's own. Without `describe_tools` the prompt does not list the tools.
     """
 
     question: str
@@ -126,7 +125,7 @@ class StemPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_payload(payload: Mapping[str, Any]) -> StemPayload:
-    """Return the payload. Raises MalformedJob with the path of the field that is wrong."""
+    """Return the payload. Raises MalformedJob with the path of the invalid field."""
     try:
         return msgspec.convert(payload, StemPayload)
     except msgspec.ValidationError as exc:

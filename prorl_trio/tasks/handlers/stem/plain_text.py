@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001, RUF002 - signs of many kinds are what this file is about
-"""Write LaTeX, markdown and Unicode as plain text, so that what looks the same is the same. Pure, in linear time.
+# ruff: noqa: RUF001, RUF002 - unusual signs are the subject of this module
+"""Convert LaTeX, markdown and Unicode to plain text, so that texts that look the same are equal. Pure, in linear time.
 
 Gold answers, units, choices and the policy's answers all pass through `plain`.
 """
@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 MAX_DEPTH: Final = 30
-"""Nested groups beyond this depth stay as they are written."""
+"""Nested groups beyond this depth are left unchanged."""
 LOOK_ALIKES: Final = str.maketrans({
     **dict.fromkeys("−﹣－‐‑", "-"), **dict.fromkeys("–—―", "–"), **dict.fromkeys("⋅∙•‧", "·"), "∗": "*",
     **dict.fromkeys("∕⁄", "/"), **dict.fromkeys("\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
@@ -24,12 +24,12 @@ LOOK_ALIKES: Final = str.maketrans({
     **{chr(0xFF21 + n): chr(0x41 + n) for n in range(26)}, **{chr(0xFF41 + n): chr(0x61 + n) for n in range(26)},
     **{chr(0xFF10 + n): chr(0x30 + n) for n in range(10)},
 })  # fmt: skip
-"""Signs that look alike, for the reader of formulas, too."""
+"""Signs that look alike; also used by the parser of formulas."""
 _RAISED: Final = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ"
 _LOWERED: Final = "₀₁₂₃₄₅₆₇₈₉₋₊ₙ"
 _LEVEL: Final = str.maketrans(_RAISED + _LOWERED, "0123456789-+n" * 2)
 _LATEX: Final = ("\\", "$", "^{", "_{", "{,}")
-"""Signs of LaTeX. Without them braces are braces: `{1, 2}` is a set."""
+"""Signs of LaTeX. Without them braces are literal: `{1, 2}` is a set."""
 _TIE: Final = re.compile(r"(?<=[\w})])~(?=[\w\\{(])|(?<=\{)~(?=[A-Za-z\\])")
 _SMALL: Final = re.compile(f"[{_RAISED}]+|[{_LOWERED}]+")
 _MARKDOWN: Final = re.compile(
@@ -69,11 +69,11 @@ _SIMPLE: Final = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|[^\W\d_])")
 
 
 def plain(text: str) -> str:
-    """Return `text` as plain text, without the markup that only its display needs. Raises nothing.
+    """Return `text` as plain text, without display markup. Raises nothing.
 
-    `\\text{...}`, dollar signs in pairs, spacing and markdown's emphasis are taken off; commands with a sign of their
-    own become that sign (`\\times` is `×`, `\\mu` is `µ`), fractions `a/b`, roots `√(a)`. Raised and lowered text is
-    `^a`, `^(ab)`, `_a`, `_(ab)`, whether it was LaTeX or Unicode. An unknown command stays as it is.
+    `\\text{...}`, dollar signs in pairs, spacing and markdown's emphasis are removed. Commands with a sign of their own
+    become that sign (`\\times` is `×`, `\\mu` is `µ`), fractions become `a/b`, roots `√(a)`. Superscripts and
+    subscripts become `^a`, `^(ab)`, `_a`, `_(ab)`, whether in LaTeX or Unicode. Unknown commands are left unchanged.
     """
     text = text.translate(LOOK_ALIKES)
     text = _SMALL.sub(_small, text)
@@ -81,7 +81,7 @@ def plain(text: str) -> str:
     if any(sign in text for sign in _LATEX):
         text = text.replace("\\$", "\ue000")
         if text.count("$") % 2 == 0:
-            text = text.replace("$", "\ue001")  # nothing, and still the end of a command before it
+            text = text.replace("$", "\ue001")  # invisible, but still ends a command before it
         text = _Translator(text).whole()
         text = text.replace("\ue001", "").replace("\ue000", "$")
     if "*" in text or "`" in text:
@@ -97,7 +97,7 @@ def _small(found: re.Match[str]) -> str:
 
 
 class _Translator:
-    """A translator of a text with LaTeX in it, in one pass over its tokens."""
+    """A one-pass translator over the tokens of a text with LaTeX."""
 
     def __init__(self, text: str) -> None:
         self._tokens = [found.groups() for found in _TOKEN.finditer(text)]
@@ -108,7 +108,7 @@ class _Translator:
         parts: list[str] = []
         while self._at < len(self._tokens):
             parts.append(self._until_close(0))
-            if self._at < len(self._tokens):  # a brace that closes nothing
+            if self._at < len(self._tokens):  # an unmatched closing brace
                 parts.append("}")
                 self._at += 1
         return "".join(parts)
@@ -152,7 +152,7 @@ class _Translator:
         return f"\\{command} " if sign is None else sign
 
     def _group(self, depth: int) -> str:
-        """Return what is in the group that was just opened; one that is too deep, or never ends, as it is."""
+        """Return the content of the group that was just opened; unchanged if it is nested too deep or unclosed."""
         content = self._until_close(depth + 1)
         if self._at < len(self._tokens):
             self._at += 1

@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001 - signs of many kinds are what this file is about
-"""Read a number with its unit from an answer: the number, and the text of its unit. Needs no other package."""
+# ruff: noqa: RUF001 - unusual signs are the subject of this module
+"""Parse a number with its unit in an answer: the number, and the text of its unit. Needs no other package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CONNECTOR: Final = re.compile(
     re.IGNORECASE,
 )
 _NAMING: Final = re.compile(r"(?:[^\d=≈<>≤≥≠±]|(?<=[A-Za-z_)\]])\d)*")
-"""Prose before a number: its digits belong to symbols."""
+"""Prose before a number; digits in it belong to symbols."""
 _SYMBOL: Final = re.compile(r"\s*p[A-Z][A-Za-z]?(?:_\w+)?\s+(?=[-+]?[\d.])")
 _ABOUTS: Final = re.compile(rf"(?:{_ABOUT}\s*)*", re.IGNORECASE)
 _LOGIC: Final = re.compile(
@@ -50,7 +50,7 @@ _OF: Final = re.compile(
     r"(?:down|up|left|right|north|south|east|west|for|back)wards?|downhill|uphill|(?:counter)?clockwise|"
     r"long|tall|high|wide|deep|thick|away|apart|old|in (?:all|total|length|height|width|depth|diameter|magnitude))$"
 )
-"""Words behind a unit that name the object or the dimension that is measured."""
+"""Words after a unit that name the measured object or dimension."""
 _THEREFORE: Final = re.compile(r"(?:so|thus|hence|therefore|then|finally|now)(?![A-Za-z])[\s,:]*", re.IGNORECASE)
 _ALSO: Final = re.compile(
     r"\s*[,;]?\s\((?:or|i\.e\.,?|that is,?|=|≈|~|about|approximately|\s)*([-+]?[\d.√π][^()]*(?:\([^()]*\)[^()]*)?)\)$"
@@ -66,21 +66,22 @@ class Quantity(NamedTuple):
 
 
 def read_number(text: str) -> float | None:
-    """Return the number that a text consists of; None if it has a unit, or is not a number."""
+    """Return the number that makes up a text; None if it has a unit or is not a number."""
     found = read_quantities(text)
     return found[0].value if len(found) == 1 and not found[0].unit else None
 
 
 def read_quantities(text: str) -> list[Quantity]:
-    """Return the quantity that a text states, and after it the same in other units; empty if it states none.
+    """Return the quantity stated in a text, followed by the same in other units; empty if it states none.
 
-    Decimals, thousands in groups, `1.2e-3`, `1.2 \\times 10^{-3}`, fractions, `\\pi`, `\\sqrt{2}`; LaTeX or Python.
-    Before it `v = ...`, `the speed is ...` or `about`; behind it the same once more: `500 nm = 0.5 µm`, `500 nm (0.5
-    µm)`. The caller checks that these agree. Ranges, sums and products (`5-6`, `6*7`) are no numbers. Raises nothing.
+    Accepts decimals, grouped thousands, `1.2e-3`, `1.2 \\times 10^{-3}`, fractions, `\\pi`, `\\sqrt{2}`; LaTeX or
+    Python. It may be preceded by `v = ...`, `the speed is ...` or `about`, and followed by the same in another unit:
+    `500 nm = 0.5 µm`, `500 nm (0.5 µm)`. The caller checks that these agree. Ranges, sums and products (`5-6`, `6*7`)
+    are not numbers. Raises nothing.
     """
     if len(text) > MAX_QUANTITY_CHARS:
         return []
-    if _DECIMAL.fullmatch(text):  # as most answers are
+    if _DECIMAL.fullmatch(text):  # the most frequent case
         return [Quantity(float(text))] if math.isfinite(float(text)) else []
     whole = plain(text)
     reasoned = without_reason(whole)
@@ -101,7 +102,7 @@ def read_quantities(text: str) -> list[Quantity]:
             found.append(quantity)
         elif found or place >= len(sides) - 1 or not _is_formula(side, first=place == 0):
             return []
-    # Of a calculation, `E = 2*3 = 6 J`, the result is meant; of a quantity in two units, the first one.
+    # In a calculation, `E = 2*3 = 6 J`, the result is meant; in a quantity with two units, the first.
     with_unit = [quantity for quantity in found if quantity.unit]
     if not with_unit:
         return found[::-1]
@@ -121,7 +122,7 @@ def _stripped(text: str) -> str:
 
 
 def _is_formula(side: str, *, first: bool) -> bool:
-    """Return whether what stands before an equals sign names or computes what is stated, and is no answer itself."""
+    """Return whether the text before an equals sign names or computes the value, and is not itself an answer."""
     if first and ":" in side:
         side = side.rpartition(":")[2]
     return any(map(str.isalnum, side)) and _FORMULA.fullmatch(side) is not None and not _LOGIC.search(side)
@@ -148,7 +149,7 @@ def _quantity(text: str, *, first: bool) -> Quantity | None:
 
 
 class _Reader:
-    """A reader of one number in closed form, from the beginning of a text; what follows is `rest`."""
+    """A parser of one number in closed form, at the beginning of a text; `rest` is the remaining text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -160,7 +161,7 @@ class _Reader:
         return self._text[self._at :].strip()
 
     def closed_form(self) -> float | None:
-        """Return the number; None if there is none, or a sum or product of plain numbers that nobody worked out."""
+        """Return the number; None if there is none, or an unevaluated sum or product of plain numbers."""
         try:
             value = self._sum(0)
         except (ArithmeticError, ValueError, OverflowError):
@@ -207,7 +208,7 @@ class _Reader:
                     return value
             try:
                 factor, plain_number = self._power(depth)
-            except ValueError:  # what follows is the unit
+            except ValueError:  # the unit follows
                 self._at = start
                 self._is_closed, self._has_irrational = state
                 return value

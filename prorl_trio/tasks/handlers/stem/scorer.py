@@ -18,23 +18,23 @@ from prorl_trio.tasks.handlers.stem.units import Unit, convert, read_unit
 from prorl_trio.types.errors import MalformedJob
 
 MAX_SHOWN_CHARS: Final = 500
-"""Characters of an answer, as it was understood, that a result shows."""
+"""Number of characters of the parsed answer shown in a result."""
 MAX_GOLD_CHARS: Final = 20_000
-"""A longer answer is not graded (`handler.MAX_ANSWER_CHARS`)."""
+"""Longer answers are not graded (`handler.MAX_ANSWER_CHARS`)."""
 AGREEMENT: Final = 0.01
-"""Two forms of one quantity, `500 nm = 0.5 µm`, may differ by this share of it: people round."""
+"""Two forms of one quantity, `500 nm = 0.5 µm`, may differ by this share because of rounding."""
 _PAYLOAD: Final = "$.instance.payload"
 _TEMPERATURES: Final = {"C": "degC", "F": "degF"}
 
 
 def score(payload: dict[str, Any]) -> dict[str, Any]:
-    """Grade `payload["answer"]`, as an agent gave it, by `payload["grader"]`, a `Choice`, `Number` or `ShortAnswer`.
+    """Grade `payload["answer"]`, given by an agent, with `payload["grader"]`, a `Choice`, `Number` or `ShortAnswer`.
 
-    Returns `equal` (bool), `parsed_answer`, and what else the grader records. An answer that cannot be understood is
-    not equal: that is the policy's doing.
+    Returns `equal` (bool), `parsed_answer`, and the grader's further details. An answer that cannot be understood is
+    not equal, because that is the policy's fault.
 
     Raises:
-        ValueError: the task's unit cannot be read. `check_gold` finds this before a rollout.
+        ValueError: the task's unit is invalid. `check_gold` finds this before a rollout.
     """
     grader = msgspec.convert(payload["grader"], Grader)
     answer: str = payload["answer"]
@@ -72,7 +72,7 @@ def _grade_number(answer: str, grader: Number) -> dict[str, Any]:
 def _agreed(said: list[Quantity], wanted: Unit) -> float | None:
     """Return the value, in the unit `wanted`, of a quantity that may be stated in several units.
 
-    None if one of them has another dimension, or they are not the same quantity.
+    Returns None if one unit has another dimension, or the statements disagree.
     """
     values = [_in_unit(each, wanted) for each in said]
     first = values[0]
@@ -90,14 +90,14 @@ def _near(first: float, second: float) -> bool:
 
 
 def _unit_behind(boxed: str, answer: str) -> str:
-    """Return the unit that stands behind a box with a bare number, `\\boxed{5} km`; empty if there is none."""
+    """Return the unit after a box with a bare number, `\\boxed{5} km`; empty if there is none."""
     behind = answer[place_of_box(answer, boxed)[1] :].partition("\n")[0].removeprefix("}").strip()
     text = behind.strip("$ ").removesuffix(".").removeprefix("\\)").strip("$ ")
     return text if text and len(text) <= 80 and any(read_unit(text)) else ""
 
 
 def _in_unit(said: Quantity, wanted: Unit) -> float | None:
-    """Return a quantity's value in the unit `wanted`; None if it has another dimension, or its unit is none.
+    """Return a quantity's value in the unit `wanted`; None if it has another dimension or its unit is invalid.
 
     A quantity without a unit is taken to be in `wanted`.
     """
@@ -115,7 +115,7 @@ def _in_unit(said: Quantity, wanted: Unit) -> float | None:
 
 @cache
 def _gold_unit(text: str) -> Unit:
-    """Return the unit of a task. Raises ValueError: it is none, with the remedy."""
+    """Return the unit of a task. Raises ValueError, with the remedy, if it is invalid."""
     if not text.strip():
         return ()
     meanings = read_unit(text)
@@ -128,9 +128,9 @@ def _gold_unit(text: str) -> Unit:
 
 
 def check_gold(payload: dict[str, Any]) -> dict[str, Any]:
-    """Grade the gold answer of `payload["payload"]`, a task's payload, by itself.
+    """Grade the gold answer of `payload["payload"]`, a task's payload, against itself.
 
-    Returns `error`, empty if the task can be graded, else what is wrong and the remedy; and `path`, the field.
+    Returns `error`, empty if the task can be graded, else the problem and the remedy; and `path`, the field.
     """
     try:
         grader = read_payload(payload["payload"]).grader
@@ -141,7 +141,7 @@ def check_gold(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem(grader: Grader, payload: dict[str, Any]) -> tuple[str, str] | None:
-    """Return what is wrong with a grader, and its field."""
+    """Return the problem with a grader, and its field."""
     if isinstance(grader, Choice):
         return _problem_of_choices(grader)
     if isinstance(grader, Number):
@@ -197,14 +197,14 @@ def _problem_of_number(grader: Number) -> tuple[str, str] | None:
 
 
 def _problem_of_generated(grader: Generated, question: str) -> tuple[str, str] | None:
-    if find_spec("reasoning_gym") is None:  # a client's machine may do without it, and the node looks again
+    if find_spec("reasoning_gym") is None:  # a client's machine may lack it; the node checks again
         return None
     task = {"family": grader.family, "seed": grader.seed, "version": grader.version, "question": question}
     try:
-        from prorl_trio.tasks.handlers.stem.verifier import score as verify  # here, since reasoning-gym is an extra
+        from prorl_trio.tasks.handlers.stem.verifier import score as verify  # imported late: an optional extra
 
         found = verify({**task, "answer": None})["score"]
-    except Exception as exc:  # whatever its verifier raises
+    except Exception as exc:  # the verifier may raise anything
         return f"reasoning-gym cannot verify its own answer: {exc}", "family"
     if not found:
         return "reasoning-gym's verifier does not take its own answer: use another seed", "seed"

@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001 - signs of many kinds are what this file is about
-"""Short answers in words: normalised exact match, and F1 over their words."""
+# ruff: noqa: RUF001 - unusual signs are the subject of this module
+"""Short answers in words: normalised exact match, and F1 over words."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MARK: Final = re.compile(r"([_^])\((-?[\w+]{1,12}-?)\)")
 _RULES: Final = tuple(
     (re.compile(rule), by)
     for rule, by in (
-        (r"(?<=[A-Za-z]{2})_(?=[A-Za-z]{2})|__", "‗"),  # of a program's names: they are no lowered text
+        (r"(?<=[A-Za-z]{2})_(?=[A-Za-z]{2})|__", "‗"),  # in a program's names; not a subscript
         (
             r"(?<=[\d)\]])\s?\^(?!\d?[+-](?!\w))|\^(?=[^\W\d_])(?![A-Za-z]*[+-](?:\s|$))",
             "↑",
         ),  # a power, not a charge or an isotope
         (r"√\((\w+)\)(?!\w)", r"√\1"),
         (r"\((\d+/\d+)\)", r"\1"),
-        (r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", ","),  # digits in groups
+        (r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", ","),  # grouped digits
         (r"(?<=\d),\s?(?=[-+]?\d)", " "),
         (r"(?<=\d)\s*[×·*]\s*(?=\d)", "*"),
         (r"\s*&\s*", " and "),
@@ -59,17 +59,16 @@ _RULES: Final = tuple(
         (r"(?<=[^\s])\s+-\s*(?=\S)|(?<=\S)-\s+(?=\S)", "-"),
     )
 )
-"""Forms that may be written in more than one way. Every sign that no rule names counts."""
+"""Forms that may be written in more than one way. Signs without a rule are significant."""
 _KEYS: Final = frozenset({"minor", "major", "flat", "sharp"})
 
 
 def normalise(text: str, *, case_sensitive: bool = False, articles: bool = False) -> str:
-    """Return a text in the form in which it is compared with others in this form, by `are_same`.
+    """Return a text in its normalised form, for comparison by `are_same`.
 
-    Without case, accents, markdown and LaTeX's display; without articles, unless `articles`; without the punctuation
-    of prose, hyphens, dots of abbreviations, and commas in numbers. Greek letters are their names. Signs that carry
-    meaning stay: `<`, `%`, `#`, `!` of a number, `*`, `^`, `'` of a derivative, the charge of an ion. Linear in the
-    text.
+    The form lacks case, accents, markdown and LaTeX's display; articles, unless `articles` is set; the punctuation of
+    prose, hyphens, dots of abbreviations, and commas in numbers. Greek letters become their names. Meaningful signs
+    stay: `<`, `%`, `#`, `!` of a number, `*`, `^`, `'` of a derivative, the charge of an ion. Linear in the text.
     """
     text = plain(text)
     if not text.isascii():
@@ -77,7 +76,7 @@ def normalise(text: str, *, case_sensitive: bool = False, articles: bool = False
         for greek, name in _GREEK.items():
             text = text.replace(greek, name)
     text = _MARK.sub(r"\1\2", text)
-    for rule, by in () if text.replace(" ", "").isalnum() else _RULES:  # each is about a sign
+    for rule, by in () if text.replace(" ", "").isalnum() else _RULES:  # all rules are about signs
         changed = rule.sub((lambda found: found[1].replace(",", "")) if by == "," else by, text)
         if changed is not text:  # several blanks would make the next rule's search for them quadratic
             text = _BLANKS.sub(" ", changed)
@@ -89,7 +88,7 @@ def normalise(text: str, *, case_sensitive: bool = False, articles: bool = False
 
 
 def _without_accents(word: str) -> str:
-    """Return a word without accents; a letter that stands alone keeps its own."""
+    """Return a word without accents; a single letter keeps its accent."""
     if word.isascii() or len(word) < 2:
         return word
     out = []
@@ -100,7 +99,7 @@ def _without_accents(word: str) -> str:
 
 
 def _is_article(words: list[str], place: int) -> bool:
-    """Return whether a word is an article: `Vitamin A`, `Class A amplifier` and `A minor` have none."""
+    """Return whether a word is an article; not so in `Vitamin A`, `Class A amplifier` and `A minor`."""
     word = words[place]
     if word.casefold() not in ("a", "an", "the") or place + 1 == len(words):
         return False
@@ -113,8 +112,8 @@ def _is_article(words: list[str], place: int) -> bool:
 def are_same(first: str, second: str) -> bool:
     """Return whether two normalised texts are the same.
 
-    Raised and lowered text may be marked in one and not in the other (`Ca^2+`, `H_2O`; `Ca2+`, `H2O`), but not as
-    raised in one and lowered in the other.
+    Superscripts and subscripts may be marked in only one text (`Ca^2+`, `H_2O`; `Ca2+`, `H2O`), but a superscript never
+    equals a subscript.
     """
     if first == second:
         return True
@@ -139,8 +138,7 @@ def _unmarked(text: str) -> tuple[str, dict[int, str]]:
 def compare_short_answer(text: str, golds: Sequence[str], *, case_sensitive: bool = False) -> dict[str, Any]:
     """Return `equal`, whether the answer is one of `golds`, and `f1`, the best harmonic mean of precision and recall.
 
-    A text that is a gold answer as it is, is right. F1 counts words as SQuAD's evaluation does (Rajpurkar et al.,
-    2016).
+    An exact copy of a gold answer is correct. F1 counts words as SQuAD's evaluation does (Rajpurkar et al., 2016).
     """
     stated = stated_answers(text)[0]
     said = normalise(stated, case_sensitive=case_sensitive)

@@ -9,7 +9,7 @@ from prorl_trio.tasks.handlers.final_answer import extract_boxed
 
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
-    r"(?:答案\s*(?:是|为|[:：])|(?<![A-Za-z])(?:answer|choice|option)"  # noqa: RUF001 - as Chinese has it
+    r"(?:答案\s*(?:是|为|[:：])|(?<![A-Za-z])(?:answer|choice|option)"  # noqa: RUF001 - Chinese punctuation
     r"(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
     r"|[\"']?\s{0,3}[:=])|####(?!#)|(?m:^)[#*_ ]{0,8}(?:(?:final|correct|my)\s)?answer[*_ ]{0,4}\n)"
     r"(?:[*_]{1,3}(?=\s))?\s*",
@@ -29,23 +29,23 @@ _RETRACTION: Final = re.compile(
     r"(?![A-Za-z])[\s,.:!-]*(?:no(?![A-Za-z])[\s,.:-]*)?(?:(?:it(?: is|'s)|the (?:correct )?answer is)(?![A-Za-z]))?",
     re.IGNORECASE,
 )
-"""A phrase that takes back the answer before it."""
+"""A phrase that revokes the answer before it."""
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])(?<![^\w][A-Za-z])[.!?](?=\s+(?:[A-Z][A-Za-z']*\s+\S|[\\$(*]))|\n")
 HEDGES: Final = re.compile(
     r"(?<![A-Za-z])(?:or|nor|either|neither|but|however|maybe|perhaps|possibly|alternatively|alternative|instead|wait|"
     r"actually|correction|unless|except|rather|not|no|never|wrong|incorrect|false|might|could|may|unsure|if|otherwise)"
-    r"(?![A-Za-z])|n['’]t(?![A-Za-z])",  # noqa: RUF001 - as people type it
+    r"(?![A-Za-z])|n['’]t(?![A-Za-z])",  # noqa: RUF001 - typed by people
     re.IGNORECASE,
 )
-"""Words after an answer that may take it back, or add another one."""
+"""Words after an answer that may revoke it or add another one."""
 
 
 def stated_answers(text: str) -> list[str]:
-    """Return what a text may state as its answer, the best first; the caller takes the first that it understands.
+    """Return possible answers stated in a text, best first; the caller uses the first that it understands.
 
-    A box comes first, then what follows an anchor behind it (a box may hold a formula of the way there); without a box
-    an answer tag, an anchor, and the whole text. Boxes that follow on each other with "or" or a comma are one statement
-    of several answers. A sentence that follows an answer and takes it back, or may, belongs to it.
+    A box comes first, followed by the text after a later anchor, because a box may hold an intermediate formula.
+    Without a box: an answer tag, an anchor, and the whole text. Consecutive boxes joined by "or" or a comma are one
+    statement of several answers. A sentence after an answer that revokes it, or may do so, belongs to it.
     """
     boxed = extract_boxed(text)
     if boxed is not None:
@@ -76,7 +76,7 @@ def _in_tag(text: str) -> str:
 
 
 def place_of_box(text: str, boxed: str) -> tuple[int, int]:
-    """Return where the content of a text's last box begins, and where it ends."""
+    """Return the start and the end of the content of a text's last box."""
     at = text.rfind("{" + boxed)
     at = at + 1 if at >= 0 else text.rfind(boxed)
     return at, at + len(boxed)
@@ -95,7 +95,7 @@ def _anchored(text: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence, if what follows does not take it back or state more numbers; else all of the text."""
+    """Return the first sentence if the rest does not revoke it or state more numbers; else the whole text."""
     end = _SENTENCE_END.search(text)
     if end is None or HEDGES.search(text, end.end()) or re.search(r"\d", text[end.end() :]):
         return text

@@ -1,7 +1,7 @@
-# ruff: noqa: RUF001 - signs of many kinds are what this file is about
-"""Read units as people write them, and convert them by the package pint. Gold and answer share one table of spellings.
+# ruff: noqa: RUF001 - unusual signs are the subject of this module
+"""Parse units as people write them, and convert them with pint. Gold and answer share one table of spellings.
 
-A text is a unit only if all of it is understood. Imports pint when it is first used.
+A text is a unit only if it is completely understood. Pint is imported on first use.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple
 from prorl_trio.tasks.handlers.stem.plain_text import plain
 
 Unit = tuple[tuple[str, float], ...]
-"""Names of pint, each with its power, sorted."""
+"""Pint's names, each with its power, sorted."""
 MAX_UNIT_CHARS: Final = 120
 MAX_POWER: Final = 12.0
 _SPELLINGS: Final = {
-    # abbreviations that pint lacks, or reads otherwise than science does
+    # abbreviations that pint lacks or interprets differently from science
     "gm": "gram", "gms": "gram", "gr.": "gram", "kgs": "kilogram", "kms": "kilometer", "cms": "centimeter",
     "mms": "millimeter", "mls": "milliliter", "lbs": "pound", "hrs": "hour", "secs": "second", "mins": "minute",
     "yrs": "year", "wk": "week", "wks": "week", "mo": "month", "amps": "ampere", "mols": "mole",
@@ -43,7 +43,7 @@ _SPELLINGS: Final = {
     "decay": "", "decays": "", "disintegration": "", "disintegrations": "", "cell": "", "cells": "", "fringe": "",
     "fringes": "", "line": "", "lines": "", "wave": "", "waves": "", "bond": "", "bonds": "", "formula_unit": "",
     "formula_units": "",
-    # another case than pint's, where it can mean nothing else
+    # case differs from pint's, where this is unambiguous
     "hz": "hertz", "HZ": "hertz", "khz": "kilohertz", "KHZ": "kilohertz", "Khz": "kilohertz", "ghz": "gigahertz",
     "GHZ": "gigahertz", "thz": "terahertz", "kj": "kilojoule", "KJ": "kilojoule", "kpa": "kilopascal",
     "KPA": "kilopascal", "hpa": "hectopascal", "gpa": "gigapascal", "kw": "kilowatt", "KW": "kilowatt",
@@ -61,7 +61,7 @@ _SPELLINGS: Final = {
     "CC": "cubic_centimeter", "Deg": "degree", "DEG": "degree", "Torr": "torr", "Day": "day", "Days": "day",
     "Amp": "ampere", "Amps": "ampere", "Mile": "mile", "Year": "year", "Yr": "year", "Inch": "inch", "Feet": "foot",
 }  # fmt: skip
-"""A spelling, and the factors that it stands for. Everything else is a name of pint's, with a prefix or without."""
+"""A spelling and the factors it stands for. Everything else is a name known to pint, with or without prefix."""
 _TEMPERATURES: Final = {
     "c": "degree_Celsius", "f": "degree_Fahrenheit", "k": "kelvin", "r": "degree_Rankine", "celsius": "degree_Celsius",
     "centigrade": "degree_Celsius", "fahrenheit": "degree_Fahrenheit", "kelvin": "kelvin", "kelvins": "kelvin",
@@ -79,13 +79,13 @@ _PHRASES: Final = tuple(
         (r"\b(mm|cm|in)[ .](?:of )?Hg\b", r"\1Hg"),
         (r"\b[Pp]arts? per (million|billion|trillion)\b", lambda found: f"pp{found[1][0]}"),
         (r"\bper cent\b", "percent"),
-        (r"\bW/mK\b", "W/(m K)"),  # of a conductivity; millikelvins are written otherwise
+        (r"\bW/mK\b", "W/(m K)"),  # in a conductivity; millikelvins are written differently
         (r"\b(?:pounds?|lbs?)\s*(?=(?:per|/) ?(?:square inch|sq\.? in|in\^?2))", "force_pound "),
         (r"\b(?:ft|foot|feet)[ ·*-]{1,3}(?:lbs?|pounds?)\b", "foot force_pound"),
         (r"\b(?:lbs?|pounds?)[ ·*-]{1,3}(?:ft|foot|feet)\b", "force_pound foot"),
     )
 )
-"""Several words, or symbols, that mean something else than their product."""
+"""Several words or symbols that mean something else than their product."""
 _PREFIXES: Final[tuple[str, ...]] = tuple(
     re.findall(
         r"\S+",
@@ -111,17 +111,15 @@ _INVERSE: Final = frozenset({"inverse", "reciprocal"})
 class _Factor(NamedTuple):
     unit: dict[str, float]
     joined: bool
-    """There is a space or a hyphen before it, and nothing else: words of one name may be so."""
+    """Only a space or a hyphen precedes it, as between words of one name."""
 
 
 @cache
 def _registry() -> Any:
-    import pint  # here, since the package is an extra, and takes half a second
+    import pint  # imported late, because the package is an extra and takes half a second
 
     registry: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
-    registry.define(
-        "field_gauss = 1e-4 * tesla"
-    )  # pint's is of the Gaussian system, where a tesla has other dimensions
+    registry.define("field_gauss = 1e-4 * tesla")  # pint uses the Gaussian system, where a tesla has other dimensions
     registry.define("part_per_billion = 1e-9")
     registry.define("part_per_trillion = 1e-12")
     return registry
@@ -129,7 +127,7 @@ def _registry() -> Any:
 
 @cache
 def _names() -> tuple[frozenset[str], dict[str, str]]:
-    """Return pint's names, without prefixes; and its words by their case-folded form."""
+    """Return pint's names without prefixes, and its words by their case-folded form."""
     names = frozenset(_registry())
     words: dict[str, set[str]] = {}
     for name in names:
@@ -139,7 +137,7 @@ def _names() -> tuple[frozenset[str], dict[str, str]]:
 
 
 def _prefixed(name: str) -> str | None:
-    """Return pint's full name of a name or symbol as it is, with a prefix or without; None if pint knows none."""
+    """Return pint's full name of a name or symbol, with or without prefix; None if pint does not know it."""
     names, _ = _names()
     if name in names or any(name.startswith(prefix) and name[len(prefix) :] in names for prefix in _PREFIXES):
         return str(_registry().get_name(name))
@@ -164,7 +162,7 @@ def _singulars(name: str) -> list[str]:
 
 @cache
 def _resolve(name: str) -> tuple[tuple[str, float], ...] | None:
-    """Return the factors that a name stands for; None if it is none. Symbols are told apart by their case."""
+    """Return the factors that a name stands for; None if it is unknown. Symbols are case-sensitive."""
     name = name.replace("µ", "µ")
     if name in _SPELLINGS:
         return _factors_of(_SPELLINGS[name])
@@ -182,7 +180,7 @@ def _resolve(name: str) -> tuple[tuple[str, float], ...] | None:
 
 
 def _product(pattern: re.Pattern[str], name: str) -> tuple[tuple[str, float], ...] | None:
-    """Return the two factors that a name without a sign between them is made of."""
+    """Return the two factors in a name without a sign between them."""
     if (found := pattern.fullmatch(name)) is None:
         return None
     factors = [_prefixed(found[1]), _prefixed(found[2])]
@@ -197,15 +195,15 @@ def _factors_of(spelling: str) -> tuple[tuple[str, float], ...]:
 _GLUED: Final = re.compile(
     r"(?<![A-Za-zµ])(?!mm)(k?J|k?W|V|k?N|m|k?g|mol|rad|C|A|k?Pa)(mol|[cdk]?m|k?g|s|K|L|C)(?=\^\(?-)"
 )
-"""Two units without a blank, of which the second has a negative power."""
+"""Two adjacent units, of which the second has a negative power."""
 
 
 def read_unit(text: str) -> list[Unit]:
-    """Return the units that a text may mean, the likeliest first; empty if not all of it is understood.
+    """Return the units that a text may mean, most likely first; empty if it is not completely understood.
 
-    Reads words (`meters per second squared`), symbols, LaTeX, siunitx, powers, products and quotients. By custom the K
-    of `J/mol·K` is in the denominator, by arithmetic it is not: both units are returned. So are those of `ms^-1`, which
-    may be m/s. Empty text is the unit `()`.
+    Parses words (`meters per second squared`), symbols, LaTeX, siunitx, powers, products and quotients. In `J/mol·K`
+    the K is in the denominator by convention, but not by arithmetic: both units are returned. The same applies to
+    `ms^-1`, which may be m/s. Empty text is the unit `()`.
     """
     text = plain(text)
     if len(text) > MAX_UNIT_CHARS:
@@ -226,7 +224,7 @@ def _normal(unit: dict[str, float]) -> Unit:
 
 
 class _Reader:
-    """A reader of one unit, from its first sign to its last."""
+    """A parser of one unit that must consume the whole text."""
 
     def __init__(self, text: str, *, by_custom: bool) -> None:
         self._by_custom = by_custom
@@ -265,7 +263,7 @@ class _Reader:
         return self._tokens[self._at] if self._at < len(self._tokens) else ("end", "")
 
     def _product(self, depth: int) -> dict[str, float]:
-        """Read factors up to a closing bracket or the end. Raises ValueError at anything else."""
+        """Parse factors up to a closing bracket or the end. Raises ValueError for anything else."""
         unit: dict[str, float] = {}
         sign, dangling, count = 1.0, False, 0
         while True:
@@ -331,7 +329,7 @@ class _Reader:
         return {name: each * power for name, each in unit.items()}
 
     def _name(self, first: str) -> dict[str, float]:
-        """Read a name of several words (`light years`), or else of one."""
+        """Parse a name of several words (`light years`), or else of one."""
         words, ends = [first], [self._at]
         at = self._at
         while len(words) < 4:
@@ -355,7 +353,7 @@ class _Reader:
 
 
 def _compound(words: list[str]) -> dict[str, float] | None:
-    """Return the unit that several words together are: `electron volts`, `kilo gram`, `pounds force`."""
+    """Return the unit formed by several words: `electron volts`, `kilo gram`, `pounds force`."""
     if len(words) == 2 and words[0].casefold() in _PREFIX_WORDS | {"µ"}:
         joined = words[0].casefold() + words[1]
         found = _prefixed(joined) or _word(joined)
@@ -379,7 +377,7 @@ def _compound(words: list[str]) -> dict[str, float] | None:
 
 @cache
 def _pint_unit(unit: Unit) -> Any:
-    """Return pint's unit. A temperature among other factors is a difference of temperatures."""
+    """Return pint's unit. A temperature among other factors is a temperature difference."""
     registry = _registry()
     powers = dict(unit)
     if len(powers) > 1 or any(power != 1 for power in powers.values()):
@@ -396,7 +394,7 @@ def have_same_dimension(first: Unit, second: Unit) -> bool:
 
 
 def convert(value: float, unit: Unit, wanted: Unit) -> float | None:
-    """Return a quantity in the unit `wanted`; None if it has another dimension, or is beyond all floats."""
+    """Return a quantity in the unit `wanted`; None if it has another dimension or overflows a float."""
     if unit == wanted:
         return value
     unit, wanted = _cycles(unit, wanted), _cycles(wanted, unit)
@@ -413,7 +411,7 @@ _ANGLES: Final = frozenset({"turn", "radian", "degree", "revolutions_per_minute"
 
 
 def _cycles(unit: Unit, other: Unit) -> Unit:
-    """Return `unit` with hertz as turns per second, if `other` counts angles: pint takes both for the same number."""
+    """Return `unit` with hertz as turns per second if `other` counts angles, because pint equates both."""
     if not any(name in _ANGLES for name, _ in other) or not any(name.endswith("hertz") for name, _ in unit):
         return unit
     powers: dict[str, float] = {}

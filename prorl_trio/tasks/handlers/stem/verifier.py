@@ -1,4 +1,4 @@
-"""Verify an answer to a task of reasoning-gym by its own code. Runs in a scoring process (`agent.scoring`)."""
+"""Verify an answer to a task of reasoning-gym with its own code. Runs in a scoring process (`agent.scoring`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from prorl_trio.tasks.handlers.stem.generated import check_family, is_no_number,
 
 
 def score(payload: dict[str, Any]) -> dict[str, Any]:
-    """Verify `payload["answer"]`, None for the right one, to the task that `family` and `seed` make.
+    """Verify `payload["answer"]` (None: the correct one) for the task generated from `family` and `seed`.
 
     Returns `score`, which is in [0, 1].
 
     Raises:
-        ValueError: the task is wrong: another version made it, or its question is another.
-        Otherwise what the verifier raises at an answer.
+        ValueError: the task is invalid: another version generated it, or its question differs.
+        Otherwise exceptions of the verifier.
     """
     family: str = payload["family"]
     check_family(family)
