@@ -9,27 +9,27 @@ import msgspec
 Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "descriptors", "wall"]
 """The limit that an action ran into; empty if none.
 
-`descriptors`: what all open files of the sandbox hold in the kernel, for which the user or the machine has one number:
-the files, files that epoll watches, mappings, files in flight, locks, connections.
+`descriptors`: the kernel's objects behind the sandbox's open files, with one limit per user or machine: the files,
+files that epoll watches, mappings, files in flight, locks, connections.
 """
 
 _MIB = 1024 * 1024
 _MAX_BYTES = 2**50
-"""1 PiB. The other bounds are the kernel's own: its most pids, and its usual `fs.nr_open`."""
+"""1 PiB. The other upper bounds are the kernel's own: its maximum pid and its usual `fs.nr_open`."""
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The limits of one sandbox. There is no way to have none: give a large number instead.
+    """The limits of one sandbox. A limit cannot be disabled; use a large number instead.
 
     Attributes:
-        memory_bytes: memory of all processes together; also private memory of each, where more is refused to it.
-        max_processes: processes and threads, all together, without those of the sandbox itself.
-        max_open_files: files that a process may have open.
-        cpu_s: CPU time of each process. The shells are processes too.
+        memory_bytes: memory of all processes together. Each process is also refused more private memory than this.
+        max_processes: number of processes and threads, except those of the sandbox itself.
+        max_open_files: open files per process.
+        cpu_s: seconds of CPU time per process, including the shells.
         max_file_bytes: size of a file.
-        disk_bytes: size of what can be written: /tmp, the home directory, /dev/shm and the image's writable layer.
-            Where they are separate file systems, of each.
-        wall_s: time of one action, whatever time-out it asked for.
+        disk_bytes: size of all writable storage: /tmp, the home directory, /dev/shm and the image's writable layer.
+            Separate file systems have this limit each.
+        wall_s: seconds of one action, whatever time-out it requested.
     """
 
     memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB, le=_MAX_BYTES)] = 2048 * _MIB
