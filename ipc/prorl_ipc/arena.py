@@ -434,7 +434,7 @@ class Arena:
         return True
 
     def unpin(self, ref: ArenaRef, reader_id: str) -> None:
-        """End a reader's pin on `ref`. Idempotent; it has no effect if the tokens or the reader are gone."""
+        """End a reader's pin on `ref`. Idempotent; it does nothing if the tokens or the reader are gone."""
         if self.has(ref):
             self._by_block[self.memory.check(ref)].unpin(reader_id)
 
