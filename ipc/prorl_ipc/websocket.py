@@ -120,7 +120,7 @@ class MeteredStream(trio.abc.Stream):
         return received
 
     async def linger(self, max_bytes: int) -> None:
-        """Read and discard until the peer ends, at most `max_bytes`. Returns while another task reads.
+        """Read and discard until the peer ends, at most `max_bytes`. Returns early if another task reads.
 
         Closing a socket with unread input resets it, and the peer may then lose the last bytes sent.
         """

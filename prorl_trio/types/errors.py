@@ -288,8 +288,8 @@ class TokenDrift(RolloutError):
 class StaleTrajectory(RolloutError):
     """The weights were updated more often since the trajectory's first token than its `max_staleness` allows.
 
-    `is_agents`: only updates during the policy's own tool calls exceed the limit. Then the policy is responsible.
-    Otherwise a policy could sleep to have its rollout dropped.
+    `is_agents`: the limit is exceeded only because of updates during the policy's own tool calls. Then the policy is
+    responsible. Otherwise a policy could sleep to have its rollout dropped.
     """
 
     cause: FailureCause = "inference"
