@@ -1,4 +1,4 @@
-"""File systems: the kind of one, whether it can be relied upon, how names are made to last there, and safe reads."""
+"""File systems: their type and reliability, durable names, and safe reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NETWORK_FILE_SYSTEMS: Final = frozenset(
 
 
 def file_system_of(path: Path, mountinfo: str) -> str:
-    """The type of the file system that `path` is on, by the text of /proc/self/mountinfo."""
+    """Return the type of the file system of `path`, according to the text of /proc/self/mountinfo."""
     real = os.path.realpath(path)
     best, kind = "", ""
     for line in mountinfo.splitlines():
@@ -45,7 +45,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Return the content of a regular file. Never waits for a writer, and reads no more than `max_bytes` and one.
+    """Return the content of a regular file. Never waits for a writer, and reads at most `max_bytes` + 1 bytes.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is longer than `max_bytes`.
@@ -58,7 +58,7 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a loss of power: those of files that were made, renamed or removed there.
+    """Make the names in a folder survive a loss of power, after files were created, renamed or removed there.
 
     Raises:
         OSError: the disk fails, or the folder cannot be opened.

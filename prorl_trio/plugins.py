@@ -1,4 +1,4 @@
-"""Classes that installed packages add to a node: they declare them under an entry-point group."""
+"""Classes that installed packages add to a node, declared under an entry-point group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from prorl_trio.types.errors import ConfigError
 
 
 def described(error: BaseException, module: str) -> str:
-    """Return one line about an exception that code of others has raised, with the file and line of that code.
+    """Return one line about an exception that third-party code has raised, with the file and line of that code.
 
-    That is the innermost place in the package of `module`; without one there, the innermost place at all, unless the
-    module could not be found.
+    It names the innermost place in the package of `module`. Without such a place, it names the innermost of all, unless
+    the module could not be found.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
@@ -29,10 +29,10 @@ def described(error: BaseException, module: str) -> str:
 
 
 def load_plugins(group: str, base: type[Any]) -> dict[str, type[Any]]:
-    """Import every class that is declared under `group`; return them by the names they are declared by.
+    """Import every class declared under `group`; return them by their declared names.
 
     Raises:
-        ConfigError: one cannot be imported, is no subclass of `base`, lacks a method, or has the name of
+        ConfigError: a class cannot be imported, is not a subclass of `base`, lacks a method, or shares its name with
             another; the message names it.
     """
     found: dict[str, type[Any]] = {}
@@ -45,10 +45,10 @@ def load_plugins(group: str, base: type[Any]) -> dict[str, type[Any]]:
 
 
 def load_class(target: str, base: type[Any]) -> type[Any]:
-    """Import and return the class that `MODULE:CLASS` names, also from the working directory.
+    """Import and return the class `MODULE:CLASS`, also from the working directory.
 
     Raises:
-        ConfigError: as `load_plugins`; or `target` is not of that form.
+        ConfigError: as `load_plugins`, or `target` has another form.
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):

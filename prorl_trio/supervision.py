@@ -1,4 +1,4 @@
-"""The supervisor of the node's background tasks: each lives as long as the node, whatever goes wrong in it."""
+"""The supervisor of the node's background tasks: each lives as long as the node, despite any failure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S: Final = 0.1
-"""Wait before a failed task starts again; doubled by each further failure, up to `MAX_DELAY_S`."""
+"""Seconds before a failed task restarts; doubled by each further failure, up to `MAX_DELAY_S`."""
 MAX_DELAY_S: Final = 60.0
-"""A task that ran for longer than this starts with `FIRST_DELAY_S` again."""
+"""A task that ran for longer than this restarts after `FIRST_DELAY_S` again."""
 
 _P = ParamSpec("_P")
 _vanished: trio.lowlevel.RunVar[str] = trio.lowlevel.RunVar("vanished service task", "")
 
 
 def vanished_task() -> str:
-    """Return the name of the first service task that ended while nobody had cancelled it; empty if none has."""
+    """Return the name of the first service task that ended without a cancel; empty if there is none."""
     return _vanished.get()
 
 
@@ -35,23 +35,22 @@ def service_task(
 ) -> Callable[_P, Awaitable[None]]:
     """Return `afn` as a service task, for `start_soon` and `start`: it runs until it is cancelled from outside.
 
-    A machine that lacks something (space, descriptors, threads, memory) makes any call fail at any moment, so `afn` may
-    raise any exception: the log has it, with the task's name, and the task starts again after a wait that doubles from
+    On a machine that lacks a resource (space, descriptors, threads, memory), any call can fail at any moment. So `afn`
+    may raise any exception. It is logged with the task's name, and the task restarts after a delay that doubles from
     `FIRST_DELAY_S` to `MAX_DELAY_S`. An `InternalError`, our bug, passes and ends the node.
 
-    With `start`, what `afn` raises before it has reported through `task_status` passes: the node cannot start.
+    With `start`, an exception before `afn` has reported through `task_status` passes: the node cannot start.
 
     Args:
         afn: the task's function. It is called again with the same arguments.
-        name: names the task in the log.
-        may_return: it ends by itself when asked to; only a `Cancelled` that belongs to no cancelled scope is an error
-            then, because a nursery further out would take it for its own.
-        restarts: False for a task that cannot start again, because it owns a listener or a job. What it raises becomes
-            an `InternalError`.
+        name: name of the task in the log.
+        may_return: it ends by itself on request. Only a `Cancelled` without a cancelled scope is then an error, because
+            an outer nursery would take it for its own.
+        restarts: False for a task that cannot restart, because it owns a listener or a job. Its exceptions become an
+            `InternalError`.
 
     Raises:
-        InternalError: when it runs, and `afn` has returned, or raised nothing but `Cancelled`, while no scope around it
-            is cancelled.
+        InternalError: `afn` has returned, or raised only `Cancelled`, while no scope around it is cancelled.
     """
 
     @wraps(afn)
@@ -64,13 +63,13 @@ def service_task(
         while True:
             try:
                 await afn(*args, **kwargs)
-            except BaseException as exc:  # noqa: ASYNC103 - what is swallowed is no cancel (`_is_survivable`)
+            except BaseException as exc:  # noqa: ASYNC103 - a cancel is never swallowed (`_is_survivable`)
                 if only_cancelled(exc) and not is_cancelled():
                     raise _vanish(name, "was cancelled by nobody") from exc  # noqa: ASYNC104 - no scope waits for it
                 if not _is_survivable(exc) or (started is not None and not started.is_set):
                     raise
                 if not restarts:
-                    raise _vanish(name, f"failed ({exc!r})") from exc  # noqa: ASYNC104 - it is no cancel
+                    raise _vanish(name, f"failed ({exc!r})") from exc  # noqa: ASYNC104 - it is not a cancel
                 delay_s = failures.next_delay_s(exc)
             else:
                 if not may_return and not is_cancelled():
@@ -82,10 +81,10 @@ def service_task(
 
 
 def contained(afn: Callable[_P, Awaitable[object]], name: str) -> Callable[_P, Awaitable[None]]:
-    """Return `afn` as a task that does one thing and ends. What it raises is logged with `name`, and goes no further.
+    """Return `afn` as a task that runs once. Its exceptions are logged with `name`, and not raised.
 
-    An `InternalError`, a cancel, and exceptions that end the process pass. With `start`, so does what it raises before
-    it has reported through `task_status`: that is the caller's.
+    An `InternalError`, a cancel, and exceptions that end the process pass. With `start`, so do exceptions before it has
+    reported through `task_status`, which are for the caller.
     """
 
     @wraps(afn)
@@ -95,7 +94,7 @@ def contained(afn: Callable[_P, Awaitable[object]], name: str) -> Callable[_P, A
             status = kwargs["task_status"] = _Status(status)
         try:
             await afn(*args, **kwargs)
-        except BaseException as exc:  # noqa: ASYNC103 - what is swallowed is no cancel (`_is_survivable`)
+        except BaseException as exc:  # noqa: ASYNC103 - a cancel is never swallowed (`_is_survivable`)
             if only_cancelled(exc) and not is_cancelled():
                 raise _vanish(name, "was cancelled by nobody") from exc  # noqa: ASYNC104 - no scope waits for it
             if not _is_survivable(exc) or (status is not None and not status.is_set):
@@ -106,7 +105,7 @@ def contained(afn: Callable[_P, Awaitable[object]], name: str) -> Callable[_P, A
 
 
 class _Status:
-    """A `trio.TaskStatus` that knows whether it was used, and that may be used again by a task that starts again."""
+    """A `trio.TaskStatus` that records whether it was used, and that a restarted task may use again."""
 
     def __init__(self, status: Any) -> None:
         self._status = status
@@ -119,7 +118,7 @@ class _Status:
 
 
 class _Failures:
-    """The failures in a row of one task."""
+    """The consecutive failures of one task."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -128,9 +127,9 @@ class _Failures:
         self._began_s = trio.current_time()
 
     def next_delay_s(self, error: BaseException) -> float:
-        """Return the wait before the next start; log the failure, with its traceback unless it is expected.
+        """Return the delay before the next start; log the failure, with its traceback unless it is expected.
 
-        The same failure again is logged for those who debug.
+        A repetition of the same failure is logged at debug level.
         """
         now_s = trio.current_time()
         if now_s - self._began_s > MAX_DELAY_S + self._delay_s:

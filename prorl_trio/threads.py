@@ -1,4 +1,4 @@
-"""Blocking calls in threads, on a machine that may have no thread to give."""
+"""Blocking calls in threads, on a machine that may lack threads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S: Final = 0.05
-"""Wait before another try to start a thread; doubled each time, up to `MAX_DELAY_S`."""
+"""Seconds before the first retry to start a thread; doubled each time, up to `MAX_DELAY_S`."""
 MAX_DELAY_S: Final = 2.0
 MAX_WAIT_S: Final = 10.0
 
 SANDBOX_THREADS: Final = 16
-"""Of the sandboxes' blocking calls: their own, so that no other work delays a clean-up."""
+"""Threads for the sandboxes' blocking calls. They are separate, so that no other work delays a clean-up."""
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _limiter: RunVar[trio.CapacityLimiter] = RunVar("prorl_trio.threads.sandboxes")
 async def run_blocking(function: Callable[..., T], *args: object) -> T:
     """Run `function(*args)` in one of the sandboxes' threads.
 
-    Not abandoned on cancellation: it ends first, so it must be bounded.
+    A cancel does not abandon it: it ends first, so it must be bounded.
     """
     try:
         limiter = _limiter.get()
@@ -49,11 +49,11 @@ async def run_sync(
 ) -> T:
     """Call `function` in a thread, as `trio.to_thread.run_sync` does; wait up to `MAX_WAIT_S` for a thread.
 
-    The machine refuses threads as it refuses processes, for want of memory or at a limit. Such a call has not begun, so
-    it is safe to repeat it.
+    The machine may refuse threads, like processes, for lack of memory or at a limit. Such a call has not begun, so it
+    is safe to retry.
 
     Raises:
-        OSError: no thread could be started (EAGAIN, as the system has it).
+        OSError: no thread could be started (EAGAIN).
     """
     begun = False
 

@@ -1,6 +1,6 @@
-"""The node's arena: the token arrays of its live and undelivered trajectories, in memory that others can map.
+"""The node's arena: the token arrays of its live and undelivered trajectories, in memory that other processes can map.
 
-For one thread: the node's loop. Nothing here waits but `wait_room`.
+It is for one thread, the node's loop. Only `wait_room` waits.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS: Final = 4096
 KEEP_FREE_BYTES: Final = 16 * 1024 * 1024
-"""Freed memory is given back to the system when so much of it has been freed since the last time."""
+"""Memory is returned to the system when this many bytes have been freed since the last time."""
 MAX_DEFAULT_BYTES: Final = 1024**3
 DEFAULT_MEMORY_SHARE: Final = 0.1
 _CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Blocks:
-    """Runs of consecutive blocks, given out first-fit from either end, joined with their neighbours on their return.
+    """Runs of consecutive blocks, allocated first-fit from either end and merged with free neighbours on release.
 
     Attributes:
-        total: how many blocks there are.
-        free: how many of them are free.
-        high_water: the most that were ever used at once.
+        total: number of blocks.
+        free: number of free blocks.
+        high_water: maximum number of blocks used at once.
     """
 
     def __init__(self, total: int) -> None:
@@ -51,18 +51,18 @@ class Blocks:
         self._ends = [total] if total else []
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The free runs in order, as (first block, one past the last)."""
+        """Return the free runs in order, as (first block, block after the last)."""
         return zip(self._starts, self._ends, strict=True)
 
     @property
     def largest_free_run(self) -> int:
-        """In blocks; 0 if there is none."""
+        """Return the length of the largest free run in blocks; 0 without a free block."""
         return max((end - start for start, end in self.runs()), default=0)
 
     def take(self, count: int, *, from_end: bool = False, below: int | None = None) -> int | None:
-        """Take `count` >= 1 consecutive blocks; returns the first, or None if there is no such run.
+        """Take `count` >= 1 consecutive blocks. Return the first, or None if there is no such run.
 
-        The first that fits is taken, or with `from_end` the last. `below`: it must begin before that block.
+        The first run that fits is taken, or the last with `from_end`. With `below`, it must begin before that block.
         """
         order = range(len(self._starts))
         for index in reversed(order) if from_end else order:
@@ -86,10 +86,10 @@ class Blocks:
         return end - count if from_end else start
 
     def give_back(self, first: int, count: int) -> None:
-        """Free `count` >= 1 blocks from `first` on, all of them taken.
+        """Free `count` >= 1 taken blocks, from `first` on.
 
         Raises:
-            ValueError: they are not: outside of the arena, or (partly) free. Nothing was changed.
+            ValueError: a block is outside of the arena, or already free. Nothing was changed.
         """
         end = first + count
         index = bisect_right(self._starts, first)
@@ -113,12 +113,12 @@ class Blocks:
 
 
 class ArenaStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Live state of an arena.
+    """The current state of an arena.
 
     Attributes:
-        blocks_used: in runs that are not freed yet; `blocks_pinned` of them have a reader.
-        high_water_blocks: the most that were ever used at once.
-        committed_bytes: memory the system holds for the arena now.
+        blocks_used: blocks in runs that are not freed yet; `blocks_pinned` have a reader.
+        high_water_blocks: maximum number of blocks used at once.
+        committed_bytes: memory that the system holds for the arena now.
     """
 
     block_bytes: int
@@ -134,11 +134,10 @@ class ArenaStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBuffer:
-    """The arrays of one segment as it grows. Made by `Arena.open_nowait`; whoever asked for it calls `release`.
+    """The arrays of one segment as it grows. Made by `Arena.open_nowait`, whose caller must call `release`.
 
-    It is open for `append` until `seal`, and from then on `ref` names it. Its memory is freed when it is released and
-    no reader has it pinned. Views of it are valid until then, those of an open buffer until the next `append` or
-    `seal`.
+    It is open for `append` until `seal`; afterwards `ref` names it. Its memory is freed when it is released and no
+    reader has it pinned. Views are valid until then; views of an open buffer only until the next `append` or `seal`.
     """
 
     def __init__(self, arena: Arena, blocks: int, *, reserved: bool) -> None:
@@ -164,7 +163,7 @@ class TokenBuffer:
 
     @property
     def released(self) -> bool:
-        """Return True once `release` was called; readers may still have the buffer pinned."""
+        """Return True after `release` was called; readers may still have the buffer pinned."""
         return self._released
 
     def arrays(self) -> TokenArrays:
@@ -181,15 +180,15 @@ class TokenBuffer:
         token_ids: Sequence[int] | npt.NDArray[np.int32],
         logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None,
     ) -> None:
-        """Add N tokens: sampled ones with their N `logprobs` (mask 1), others without (mask 0, logprob 0.0).
+        """Append N tokens: sampled ones with their N `logprobs` (mask 1), others without (mask 0, logprob 0.0).
 
-        All or nothing. Amortised O(N): the capacity doubles, and where it cannot it grows as far as it must.
+        All or nothing. Amortised O(N): the capacity doubles, or grows just enough where doubling fails.
 
         Raises:
             ArenaFull: it cannot grow now.
             ValueError: the counts differ, or the buffer is sealed.
-            OverflowError: a token id is no int32.
-            TypeError: they come as an array of another type.
+            OverflowError: a token id does not fit into int32.
+            TypeError: the ids are an array of another type.
             StaleReference: the buffer was released.
         """
         self._expect_held()
@@ -208,15 +207,15 @@ class TokenBuffer:
         self._length = end
 
     def fill(self, arrays: TokenArrays) -> None:
-        """Copy arrays of at most its present capacity into a buffer without tokens, and seal it."""
+        """Copy arrays that fit the present capacity into an empty buffer, and seal it."""
         self._length = len(arrays.token_ids)
         self._copy_from(arrays)
         self.seal()
 
     def seal(self) -> ArenaRef:
-        """End the writing and shrink to the blocks that are needed; returns what names the tokens. Idempotent.
+        """End the writing, shrink to the blocks needed, and return the reference to the tokens. Idempotent.
 
-        The tokens may move: a reservation was taken from the arena's end, and sealed ones are packed at its beginning.
+        The tokens may move: a reservation comes from the arena's end, and sealed tokens are packed at its beginning.
 
         Raises:
             StaleReference: the buffer was released.
@@ -230,7 +229,7 @@ class TokenBuffer:
         return self._ref
 
     def release(self) -> None:
-        """Free the memory as soon as no reader has it pinned. Idempotent; never fails: belongs into a `finally`."""
+        """Free the memory as soon as no reader has it pinned. Idempotent and never raises, for use in a `finally`."""
         if not self._released:
             self._released = True
             self._free_if_unused()
@@ -239,7 +238,7 @@ class TokenBuffer:
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks that it has now."""
+        """Return the current number of blocks."""
         return self._blocks
 
     @property
@@ -248,11 +247,11 @@ class TokenBuffer:
         return bool(self._readers)
 
     def pin(self, reader_id: str) -> None:
-        """Pin the tokens for a reader. See `Arena.pin`."""
+        """Pin the tokens for a reader."""
         self._readers.add(reader_id)
 
     def unpin(self, reader_id: str) -> None:
-        """End a reader's pin. See `Arena.unpin`."""
+        """End a reader's pin."""
         if reader_id in self._readers:
             self._readers.remove(reader_id)
             self._free_if_unused()
@@ -284,7 +283,7 @@ class TokenBuffer:
         self._move(run, wanted)
 
     def _pack(self) -> bool:
-        """Move to a run nearer to the arena's beginning, if one is free."""
+        """Move to a free run nearer to the arena's beginning, if there is one. Return whether it moved."""
         needed = self._arena.blocks_for(self._length)
         run = self._arena._begin_below(needed, self._first)
         if run is not None:
@@ -308,7 +307,7 @@ class TokenBuffer:
         self._arena._trim(self._first + needed, spare)
 
     def _copy_from(self, before: TokenArrays) -> None:
-        """In this order, which also moves arrays towards the beginning of their own run, over what has been moved."""
+        """Copy in an order that also moves arrays safely towards the beginning of their own run."""
         self._whole.token_ids[: self._length] = before.token_ids[: self._length]
         self._whole.logprobs[: self._length] = before.logprobs[: self._length]
         self._whole.loss_mask[: self._length] = before.loss_mask[: self._length]
@@ -324,10 +323,10 @@ class TokenBuffer:
 
 
 class Arena:
-    """Made by `open_arena`. One per node.
+    """The arena of a node, one per node. Made by `open_arena`.
 
     Attributes:
-        memory: the mapping. For those who write the arena's socket and its tests.
+        memory: the mapping, for the arena's socket and tests.
     """
 
     def __init__(self, fd: int, memory: ArenaMemory, keep_free_bytes: int) -> None:
@@ -343,21 +342,21 @@ class Arena:
 
     @property
     def arena_id(self) -> str:
-        """Return the arena's random id: a reference into another process's arena is never taken for one into this."""
+        """Return the arena's random id, so that references into other processes' arenas are detected."""
         return self.memory.arena_id
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that so many tokens take."""
+        """Return the number of blocks that this number of tokens takes."""
         return max(1, -(-tokens // self.memory.block_tokens))
 
     def open_nowait(self, tokens: int = 1, *, reserve: bool = False) -> TokenBuffer:
-        """Return a new buffer with room for `tokens` to begin with.
+        """Return a new buffer with initial room for `tokens`.
 
-        With `reserve` that is the most it will probably need: it comes from the arena's end, where no small sealed ones
-        lie between, and is packed when it is sealed. Memory is committed as it is written all the same.
+        With `reserve`, `tokens` is the expected maximum. The room then comes from the arena's end, away from small
+        sealed runs, and is packed on sealing. Memory is still committed only as it is written.
 
         Raises:
-            ArenaFull: there is no such room now.
+            ArenaFull: there is not enough room now.
         """
         buffer = TokenBuffer(self, self.blocks_for(tokens), reserved=reserve)
         self._open.add(buffer)
@@ -367,17 +366,17 @@ class Arena:
         """Return a sealed buffer with a copy of these arrays.
 
         Raises:
-            ArenaFull: there is no such room now.
+            ArenaFull: there is not enough room now.
         """
         buffer = self.open_nowait(len(arrays.token_ids))
         buffer.fill(arrays)
         return buffer
 
     async def wait_room(self, tokens: int) -> None:
-        """Return when a buffer of `tokens` could be opened. Nothing is reserved: who opens first has it. A checkpoint.
+        """Return when a buffer of `tokens` could be opened, without reserving it. A checkpoint.
 
         Raises:
-            ArenaFull: the arena is smaller than that, so waiting would have no end.
+            ArenaFull: the arena is smaller than that, so the wait would never end.
         """
         await trio.lowlevel.checkpoint()
         needed = self.blocks_for(tokens)
@@ -409,7 +408,7 @@ class Arena:
             buffer.unpin(reader_id)
 
     def pin(self, ref: ArenaRef, reader_id: str) -> None:
-        """Keep the tokens of `ref` for this reader, also when their buffer is released. Once or more is the same.
+        """Keep the tokens of `ref` for this reader, even after their buffer is released. Idempotent.
 
         Raises:
             StaleReference: the tokens are gone, or the reader is.
@@ -419,7 +418,7 @@ class Arena:
         self._by_block[self.memory.check(ref)].pin(reader_id)
 
     def hold(self, ref: ArenaRef, holder: str) -> None:
-        """Pin tokens for somebody in this process, who calls `unpin` in the end. See `pin`.
+        """Pin tokens for a holder in this process, which must call `unpin`. See `pin`.
 
         Raises:
             StaleReference: the tokens are gone.
@@ -427,7 +426,7 @@ class Arena:
         self._by_block[self.memory.check(ref)].pin(holder)
 
     def has(self, ref: ArenaRef) -> bool:
-        """Return whether the tokens of `ref` are there."""
+        """Return whether the tokens of `ref` still exist."""
         try:
             self.memory.check(ref)
         except StaleReference:
@@ -435,12 +434,12 @@ class Arena:
         return True
 
     def unpin(self, ref: ArenaRef, reader_id: str) -> None:
-        """The reader has done with `ref`. Idempotent; nothing happens where the tokens or the reader are gone."""
+        """End a reader's pin on `ref`. Idempotent; it does nothing if the tokens or the reader are gone."""
         if self.has(ref):
             self._by_block[self.memory.check(ref)].unpin(reader_id)
 
     def open_read_only(self) -> int:
-        """A new descriptor of the arena that cannot be written through. The caller closes it."""
+        """Return a new, read-only descriptor of the arena. The caller closes it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
@@ -449,7 +448,7 @@ class Arena:
         return len(self.memory.mapping)
 
     def statistics(self) -> ArenaStatistics:
-        """Live state."""
+        """Return the current state."""
         return ArenaStatistics(
             block_bytes=self.memory.block_bytes,
             blocks_free=self._blocks.free,
@@ -510,7 +509,7 @@ class Arena:
             first_page = -(-self.memory.offset_of(start) // page) * page
             size = self.memory.offset_of(end) // page * page - first_page
             if size > 0:
-                # A kernel that cannot (gVisor) keeps the memory, which is no reason for a release to fail.
+                # Some kernels (gVisor) cannot, and keep the memory. A release must not fail for that.
                 with suppress(OSError):
                     self.memory.mapping.madvise(mmap.MADV_REMOVE, first_page, size)
 
@@ -522,13 +521,13 @@ class Arena:
 def open_arena(
     size_bytes: int | None = None, *, block_tokens: int = BLOCK_TOKENS, keep_free_bytes: int = KEEP_FREE_BYTES
 ) -> Iterator[Arena]:
-    """An arena of about `size_bytes` (`default_arena_bytes` if None), whose file is closed on leaving the block.
+    """Open an arena of about `size_bytes` (`default_arena_bytes` if None). Its file is closed on leaving the block.
 
-    Views of it stay valid: the memory itself goes with the last of them, here and in every reader.
+    Views stay valid: the memory is freed with the last view, here and in every reader.
 
     Raises:
-        ValueError: the size has no room for one block, or `block_tokens` is no positive multiple of 4.
-        OSError: there is no descriptor or address space for it.
+        ValueError: the size is too small for one block, or `block_tokens` is not a positive multiple of 4.
+        OSError: the system lacks a descriptor or address space for it.
     """
     size_bytes = default_arena_bytes() if size_bytes is None else size_bytes
     fd, memory = create_memory(secrets.token_hex(16), size_bytes, block_tokens)
@@ -539,7 +538,7 @@ def open_arena(
 
 
 def default_arena_bytes() -> int:
-    """1 GiB, or a tenth of the memory this process may use, if that is less."""
+    """Return 1 GiB, or a tenth of the memory this process may use, if that is less."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in _CGROUP_LIMITS:
         limit = Path(name)

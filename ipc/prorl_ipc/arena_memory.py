@@ -5,8 +5,8 @@
     blocks       9 bytes a token each; a run of blocks holds token_ids i32, logprobs f32 and loss_mask u8 of its
                  capacity, one array after the other
 
-A generation is odd while a run begins at its block, and grows with each beginning and each end: what a reference names
-is there exactly as long as the generation is the one it has. All integers are little-endian.
+A generation is odd while a run begins at its block, and grows at each beginning and each end. A reference is valid
+exactly while it has its block's generation. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ ArenaFrame = ArenaHello | ArenaOffer | ArenaRefused
 
 
 class TokenArrays(NamedTuple):
-    """Three views of length T into an arena. Read-only unless said otherwise; they keep the mapping alive."""
+    """Three views of length T into an arena. Read-only unless stated otherwise; they keep the mapping alive."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     loss_mask: npt.NDArray[np.uint8]
 
     def first(self, length: int) -> TokenArrays:
-        """Read-only views of the first `length` tokens."""
+        """Return read-only views of the first `length` tokens."""
         views = TokenArrays(self.token_ids[:length], self.logprobs[:length], self.loss_mask[:length])
         for view in views:
             view.flags.writeable = False
@@ -97,23 +97,23 @@ class TokenArrays(NamedTuple):
 
 
 class SealedArray(np.ndarray[Any, np.dtype[Any]]):
-    """An array of a sealed run, whole, with the reference that names the run.
+    """An array over a whole sealed run, with the reference that names the run.
 
-    It is the object behind the views of a segment, and so travels with them: who has a segment can tell where its
-    tokens are, and whether they are still there. A slice of it has no reference.
+    It is the object behind the views of a segment and travels with them. The holder of a segment can thus find its
+    tokens and check whether they are still valid. A slice lacks the reference.
     """
 
     ref: ArenaRef | None = None
     memory: ArenaMemory | None = None
 
     def check(self) -> None:
-        """Raise StaleReference if the tokens are gone: whatever was read since then may be wrong."""
+        """Raise StaleReference if the tokens are gone: data read since they went may be wrong."""
         if self.memory is not None and self.ref is not None:
             self.memory.check(self.ref)
 
 
 class ArenaMemory:
-    """A mapped arena. Nobody unmaps it beneath a view: the mapping ends with the last object that refers to it."""
+    """A mapped arena. It is never unmapped beneath a view: the mapping ends with the last object that refers to it."""
 
     def __init__(self, mapping: mmap.mmap, *, writable: bool) -> None:
         magic, version, block_tokens, total_blocks, arena_id = _HEADER.unpack_from(mapping)
@@ -134,7 +134,7 @@ class ArenaMemory:
         self._buffer = buffer
 
     def begin_run(self, block: int) -> int:
-        """Begin a run at `block`; returns its generation."""
+        """Begin a run at `block` and return its generation."""
         self._table[block] = (self._table[block, 0] + np.uint64(1), 0)
         return int(self._table[block, 0])
 
@@ -143,7 +143,7 @@ class ArenaMemory:
         self._table[block, 0] += np.uint64(1)
 
     def set_length(self, block: int, length: int) -> None:
-        """Note the length, in tokens, of the run that begins at `block`."""
+        """Set the length, in tokens, of the run that begins at `block`."""
         self._table[block, 1] = length
 
     def offset_of(self, block: int) -> int:
@@ -151,7 +151,7 @@ class ArenaMemory:
         return self.blocks_at + block * self.block_bytes
 
     def arrays(self, offset: int, capacity: int) -> TokenArrays:
-        """All of a run of `capacity` tokens at byte `offset`; writable if the mapping is."""
+        """Return the whole run of `capacity` tokens at byte `offset`; writable if the mapping is."""
         return TokenArrays(
             np.frombuffer(self._buffer, _TOKEN_ID, capacity, offset),
             np.frombuffer(self._buffer, _LOGPROB, capacity, offset + 4 * capacity),
@@ -159,11 +159,11 @@ class ArenaMemory:
         )
 
     def check(self, ref: ArenaRef) -> int:
-        """The block at which the run of `ref` begins.
+        """Return the block at which the run of `ref` begins.
 
         Raises:
-            StaleReference: what it stands for is gone.
-            ProtocolViolation: it cannot ever have been a reference into this arena.
+            StaleReference: its tokens are gone.
+            ProtocolViolation: it can never have been a reference into this arena.
         """
         if ref.arena_id != self.arena_id:
             raise StaleReference(f"the reference is into arena {ref.arena_id}, this is {self.arena_id}")
@@ -180,7 +180,7 @@ class ArenaMemory:
         return block
 
     def view(self, ref: ArenaRef) -> TokenArrays:
-        """The tokens of `ref`, without a copy. Errors as `check`."""
+        """Return the tokens of `ref`, without a copy. Errors as `check`."""
         self.check(ref)
         offset, capacity = ref.offset, ref.capacity
         return TokenArrays(
@@ -197,13 +197,13 @@ class ArenaMemory:
 
 
 def create_memory(arena_id: str, size_bytes: int, block_tokens: int) -> tuple[int, ArenaMemory]:
-    """Make an anonymous file of about `size_bytes` and map it; returns its descriptor, which the caller closes.
+    """Create an anonymous file of about `size_bytes`; return its descriptor, which the caller closes, and its mapping.
 
-    A memfd, not a file in /dev/shm: containers often have a /dev/shm of 64 MB. Its size is fixed for ever, so that no
-    reader is hit by SIGBUS; memory is committed page by page as it is written.
+    It is a memfd, not a file in /dev/shm, because containers often have a /dev/shm of 64 MB. Its size is fixed, so that
+    no reader is hit by SIGBUS. Memory is committed page by page as it is written.
 
     Raises:
-        ValueError: there is no room for one block, or `block_tokens` is no positive multiple of 4.
+        ValueError: `size_bytes` is too small for one block, or `block_tokens` is not a positive multiple of 4.
     """
     if block_tokens < 1 or block_tokens % _ALIGNMENT_TOKENS:
         raise ValueError(f"block_tokens must be a positive multiple of {_ALIGNMENT_TOKENS}, got {block_tokens}")
@@ -225,10 +225,10 @@ def create_memory(arena_id: str, size_bytes: int, block_tokens: int) -> tuple[in
 
 
 def map_memory(fd: int) -> ArenaMemory:
-    """Map the arena behind `fd`, to read. `fd` may be closed afterwards.
+    """Map the arena behind `fd` for reading. `fd` may be closed afterwards.
 
     Raises:
-        ProtocolViolation: it is no arena, or one whose size could change beneath the views.
+        ProtocolViolation: it is not an arena, or its size could change beneath the views.
     """
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:

@@ -1,7 +1,7 @@
-"""Handing the arena to another process of the same host: its descriptor, over a Unix socket.
+"""The transfer of the arena's descriptor to another process of the same host, over a Unix socket.
 
-The connection is the reader's life. When it ends, whether closed or because the process was killed, every pin of the
-reader ends. Text: PROTOCOL.md.
+A reader lives as long as its connection. When that ends, by a close or because the process was killed, all its pins
+end. Text: PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ARENA_READERS: Final = 64
 MAX_HANDSHAKES: Final = 64
-"""Connections beside the readers: those in their handshake. Further ones are closed at once."""
+"""Maximum number of connections in their handshake, in addition to the readers. Further ones are closed at once."""
 MAX_FRAME_BYTES: Final = 4096
 CONNECT_TIMEOUT_S: Final = 5.0
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -64,10 +64,10 @@ async def serve_arena(
     max_readers: int = MAX_ARENA_READERS,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Hand the arena to readers that come to the new Unix socket at `path`, until cancelled.
+    """Offer the arena to readers on a new Unix socket at `path`, until cancelled.
 
-    They must run as the same user, or as root, and have a token that `admits` is true for. A reader that misbehaves is
-    dropped, and nothing else happens. When cancelled, the socket is unlinked and all readers are gone.
+    Readers must run as the same user, or as root, and have a token that `admits` accepts. A reader that misbehaves is
+    dropped, without any other effect. After a cancel, the socket is unlinked and all readers are gone.
 
     Raises:
         ValueError, PermissionError, OSError: as `prorl_ipc.channel.listen_unix`.
@@ -158,7 +158,7 @@ class MappedArena:
     """A node's arena in this process, read-only. Made by `open_mapped_arena`.
 
     Attributes:
-        reader_id: what the node calls this reader: tell it with `AttachArena`.
+        reader_id: the node's id of this reader, for `AttachArena`.
         memory: the mapping.
     """
 
@@ -176,32 +176,32 @@ class MappedArena:
         return self.memory.arena_id
 
     def view(self, ref: ArenaRef) -> TokenArrays:
-        """The tokens of `ref`: read-only arrays of length T, without a copy.
+        """Return the tokens of `ref` as read-only arrays of length T, without a copy.
 
-        They are the node's memory, and stay what they are until the node frees it: not before the outcome they belong
-        to is acknowledged, as long as this reader's connection lasts. Copy what is to live longer. Their `check` tells,
-        after the use, whether they were whole all the time.
+        They are the node's memory, which stays unchanged until their outcome is acknowledged, while this reader's
+        connection lasts. Copy data that you need longer. After use, their `check` verifies that they were valid
+        throughout.
 
         Raises:
-            StaleReference: what it stands for is gone.
-            ProtocolViolation: it cannot ever have been a reference into this arena.
+            StaleReference: its tokens are gone.
+            ProtocolViolation: it can never have been a reference into this arena.
         """
         return self.memory.view(ref)
 
     async def wait_closed(self) -> None:
-        """Return when the connection has ended, and with it this reader: the node is gone, or it dropped us."""
+        """Return when the connection, and thus this reader, has ended: the node is gone or has dropped it."""
         with suppress(IpcError):
             await self._channel.receive()
 
 
 @asynccontextmanager
 async def open_mapped_arena(path: str | os.PathLike[str], *, token: str) -> AsyncIterator[MappedArena]:
-    """Map the arena served at `path`. Leaving the block ends the reader; views stay mapped, but may change then.
+    """Map the arena served at `path`. Leaving the block ends the reader; views stay mapped, but may then change.
 
     Raises:
-        ChannelBroken: nobody serves there, the node went away, or did not answer in time.
-        HandshakeRefused: it refuses this reader; `code` says why.
-        ProtocolViolation: what came is no arena.
+        ChannelBroken: no node serves there, or the node went away or did not answer in time.
+        HandshakeRefused: the node refuses this reader; `code` has the reason.
+        ProtocolViolation: the answer is not an arena.
     """
     stream = await connect_unix(path, connect_timeout_s=CONNECT_TIMEOUT_S)
     channel = Channel(stream, max_frame_bytes=MAX_FRAME_BYTES)
@@ -239,7 +239,7 @@ async def _take_offer(stream: trio.SocketStream, token: str) -> tuple[ArenaMemor
 
 
 async def _receive_answer(stream: trio.SocketStream, fds: array.array[int]) -> ArenaFrame:
-    """The node's first frame. What descriptors came with it are added to `fds`, which the caller closes."""
+    """Return the node's first frame. Its descriptors are appended to `fds`; the caller closes them."""
     decoder = FrameDecoder(MAX_FRAME_BYTES)
     while (payload := decoder.next_frame()) is None:
         chunk, ancillary, _, _ = await stream.socket.recvmsg(

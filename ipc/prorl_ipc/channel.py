@@ -1,7 +1,7 @@
-"""Whole messages over a byte stream, and the Unix sockets they travel on.
+"""Whole messages over a byte stream, and the Unix sockets that carry them.
 
-A channel is either whole or broken. A frame that could not be written completely would make every later byte
-meaningless, so a failed or half-done write poisons the channel for good instead.
+A channel is either whole or broken. After an incomplete frame, every later byte would be meaningless, so a failed or
+interrupted write poisons the channel permanently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket on Linux (`sun_path` has 108 bytes, one of them a final NUL)."""
+"""Longest path of a Unix socket on Linux (`sun_path` has 108 bytes, including a final NUL)."""
 
 LISTEN_BACKLOG_CONNECTIONS = 16
 RECEIVE_CHUNK_BYTES = 64 * 1024
@@ -34,15 +34,15 @@ CLOSE_TIMEOUT_S = 1.0
 FULL_BACKLOG_RETRY_S = 0.01
 ACCEPT_RETRY_S = 0.2
 UNWATCHED_POLL_S = 0.05
-"""Time between two looks at a socket for which epoll has no room (`fs.epoll.max_user_watches`, memory)."""
+"""Seconds between polls of a socket that epoll cannot watch for lack of room (`fs.epoll.max_user_watches`, memory)."""
 
 
 class Channel:
     """Frames in both directions over `stream`, which it owns.
 
-    Any number of tasks may send; each frame goes out whole, in the order of the calls. One task may receive.
-    Once broken (end of stream, a write that failed or was cancelled half-way, a frame over the maximum, `aclose`), the
-    stream is closed and every call, also one that waits, raises `ChannelBroken` with the first reason.
+    Any number of tasks may send; each frame is sent whole, in the order of the calls. One task may receive. The end of
+    the stream, a failed or interrupted write, a frame over the maximum, and `aclose` break the channel. Then the stream
+    is closed, and every call, even a waiting one, raises `ChannelBroken` with the first reason.
     """
 
     def __init__(self, stream: trio.abc.Stream, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -60,22 +60,22 @@ class Channel:
 
     @property
     def broken(self) -> str | None:
-        """Why the channel is unusable, or None while it is usable."""
+        """Return the reason why the channel is unusable; None while it is usable."""
         return self._broken
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes accepted by `send_nowait` that the kernel has not taken yet. Only `flush` moves them on."""
+        """Return the number of bytes accepted by `send_nowait` and not yet written. Only `flush` writes them."""
         return len(self._unsent)
 
     async def send(self, payload: bytes) -> None:
-        """Write one frame; returns when the kernel has all of it. Waits while other sends go on or the peer is slow.
+        """Write one frame; return when the kernel has all of it. Waits for other sends and for a slow peer.
 
-        Cancellation before the first byte leaves no trace; after it, the channel is poisoned.
+        A cancel before the first byte has no effect; after it, the channel is poisoned.
 
         Raises:
             FrameTooLarge: `payload` exceeds the maximum. Nothing was sent and the channel stays usable.
-            ChannelBroken: the peer is gone, or the channel was broken before or while this call waited for its turn.
+            ChannelBroken: the peer is gone, or the channel was broken before or during the wait for other sends.
         """
         frame = encode_frame(payload, max_frame_bytes=self.max_frame_bytes)
         async with self._send_lock:
@@ -85,9 +85,9 @@ class Channel:
             await self._write_unsent()
 
     def send_nowait(self, payload: bytes) -> None:
-        """Accept one frame: give the kernel what it takes at once and keep the rest for `flush`.
+        """Accept one frame: write as much as the kernel accepts at once and keep the rest for `flush`.
 
-        Never waits, so it cannot be cancelled half-way. Whoever uses it bounds `unsent_bytes` and runs `flush`.
+        It never waits, so it cannot be cancelled half-way. The caller bounds `unsent_bytes` and runs `flush`.
 
         Raises:
             FrameTooLarge: `payload` exceeds the maximum. Nothing was sent and the channel stays usable.
@@ -95,12 +95,12 @@ class Channel:
         """
         frame = encode_frame(payload, max_frame_bytes=self.max_frame_bytes)
         self.raise_if_broken()
-        taken_bytes = 0 if self._unsent else self._write_nowait(frame)  # nothing overtakes what waits for `flush`
+        taken_bytes = 0 if self._unsent else self._write_nowait(frame)  # bytes that wait for `flush` come first
         if taken_bytes < len(frame):
             self._unsent += memoryview(frame)[taken_bytes:]
 
     async def flush(self) -> None:
-        """Write everything accepted so far. Cancelled in the middle of a frame, or failing, it poisons the channel.
+        """Write everything accepted so far. A failure, or a cancel in the middle of a frame, poisons the channel.
 
         Raises:
             ChannelBroken: the peer is gone, or the channel is broken.
@@ -110,9 +110,9 @@ class Channel:
             await self._write_unsent()
 
     async def receive(self) -> bytes:
-        """The next payload. Cancel-safe: no byte is lost, the next call goes on where this one stopped.
+        """Return the next payload. Cancel-safe: no byte is lost, and the next call continues from there.
 
-        A checkpoint only if it has to read from the stream.
+        It is a checkpoint only if it has to read from the stream.
 
         Raises:
             ChannelBroken: the stream ended, between frames or in the middle of one, or the channel was broken.
@@ -143,7 +143,7 @@ class Channel:
             raise ChannelBroken(self._broken)
 
     async def aclose(self) -> None:
-        """Close the stream at once, without waiting for the peer. Idempotent. Calls that wait raise `ChannelBroken`.
+        """Close the stream at once, without waiting for the peer. Idempotent. Waiting calls raise `ChannelBroken`.
 
         Shielded, for `CLOSE_TIMEOUT_S` at most.
         """
@@ -220,7 +220,7 @@ class Channel:
 async def wait_or_sleep(
     wait: Callable[[Any], Awaitable[None]], endpoint: trio.socket.SocketType | socket.socket
 ) -> None:
-    """Wait for the socket; where the kernel watches no more sockets for this user, for a moment only."""
+    """Wait for the socket, or only for `UNWATCHED_POLL_S` if the kernel cannot watch it."""
     try:
         await wait(endpoint)
     except OSError:
@@ -232,7 +232,7 @@ async def connect_unix(path: str | os.PathLike[str], *, connect_timeout_s: float
 
     Raises:
         ValueError: the path is longer than the kernel allows.
-        ChannelBroken: nobody listens there, or the connection was not accepted in time.
+        ChannelBroken: no process listens there, or the connection was not accepted in time.
     """
     checked = _checked_socket_path(path)
     try:
@@ -242,7 +242,7 @@ async def connect_unix(path: str | os.PathLike[str], *, connect_timeout_s: float
                 if _is_connected(stream):
                     return stream
                 await stream.aclose()
-                await trio.sleep(FULL_BACKLOG_RETRY_S)  # the kernel tells nobody when the listener has room again
+                await trio.sleep(FULL_BACKLOG_RETRY_S)  # the kernel does not report when the backlog has room again
     except trio.TooSlowError:
         raise ChannelBroken(f"{checked}: no connection within {connect_timeout_s:g} s") from None
     except OSError as exc:
@@ -252,7 +252,7 @@ async def connect_unix(path: str | os.PathLike[str], *, connect_timeout_s: float
 def _is_connected(stream: trio.SocketStream) -> bool:
     """Return whether the stream is connected.
 
-    With a full backlog, connecting fails with EAGAIN, which trio takes for "soon".
+    With a full backlog, connecting fails with EAGAIN, which trio interprets as a connection in progress.
     """
     try:
         stream.socket.getpeername()
@@ -267,7 +267,7 @@ def _is_connected(stream: trio.SocketStream) -> bool:
 async def open_unix_channel(
     path: str | os.PathLike[str], *, connect_timeout_s: float, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> AsyncIterator[Channel]:
-    """A channel to the Unix socket at `path`, closed on leaving the block. Errors as `connect_unix`."""
+    """Open a channel to the Unix socket at `path`; close it on leaving the block. Errors as `connect_unix`."""
     channel = Channel(await connect_unix(path, connect_timeout_s=connect_timeout_s), max_frame_bytes=max_frame_bytes)
     try:
         yield channel
@@ -320,13 +320,14 @@ async def serve_connections(
     serve: Callable[[trio.SocketStream], Awaitable[object]],
     connections: trio.Nursery,
 ) -> None:
-    """Accept connections until cancelled; each is served by a task of `connections`, and closed when that returns.
+    """Accept connections until cancelled. A task of `connections` serves each connection, and then closes it.
 
-    A connection that cannot be accepted (no descriptor is left, or no memory) stays in the kernel's queue, and is tried
-    again every `ACCEPT_RETRY_S`. The log has the first of such failures in a row. The listener is closed on leaving.
+    A connection that cannot be accepted, for lack of a descriptor or memory, stays in the kernel's queue. It is retried
+    every `ACCEPT_RETRY_S`. Only the first of several equal failures in a row is logged. The listener is closed on
+    leaving.
 
     Raises:
-        trio.ClosedResourceError: somebody has closed the listener.
+        trio.ClosedResourceError: the listener was closed elsewhere.
     """
     trouble = ""
     async with listener:

@@ -1,4 +1,4 @@
-"""The calling side of the RPC. Text of the protocol: PROTOCOL.md."""
+"""The calling side of the RPC. PROTOCOL.md describes the protocol."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 CANCEL_GRACE_S = 5.0
-"""The time that a call that was cancelled, or whose time is up, gives the peer to say that the action has ended."""
+"""Seconds that the peer has, after a cancel or a time-out, to report that the action has ended."""
 
 SILENCE_S = 0.5
-"""Seconds without an answer after which a call asks, again and again, whether the peer can have run."""
+"""Seconds without an answer after which a call checks, repeatedly, whether the peer can have run."""
 
 MIN_CALL_TIMEOUT_S = 1e-3
-"""Least budget put on the wire, for a call whose time ran out while it waited for room to be sent."""
+"""Smallest budget that is sent, for a call whose time ran out while it waited for room."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -62,13 +62,13 @@ async def open_rpc_client(
 ) -> AsyncIterator[RpcClient]:
     """Shake hands over `stream` and yield a client. On leaving, also by an error, the stream is closed.
 
-    A connection lost inside the block does not end the block: calls raise, and `wait_closed` returns. What the block
-    raises comes out as it is, not in a group. Cancelled, calls in the block still wait for their answer (see `call`).
+    A lost connection does not end the block: calls raise, and `wait_closed` returns. Exceptions of the block are raised
+    as they are, not in a group. After a cancel, calls in the block still wait for their answer (see `call`).
 
     Raises:
         HandshakeRefused: wrong token, or another protocol version.
-        ChannelBroken: the peer ended the connection instead, or did not answer within `handshake_timeout_s`.
-        ProtocolViolation: it answered with something else.
+        ChannelBroken: the peer ended the connection, or did not answer within `handshake_timeout_s`.
+        ProtocolViolation: the peer sent an invalid answer.
     """
     channel = Channel(stream, max_frame_bytes=max_frame_bytes)
     try:
@@ -86,9 +86,9 @@ async def open_rpc_client(
 
 
 class _PendingCall:
-    """The answers that the reader has for one call.
+    """The answers to one call that the reader has received.
 
-    The calling task takes them, so that callbacks run, and raise, over there.
+    The calling task takes them, so that callbacks run, and raise, in that task.
     """
 
     __slots__ = ("answer", "chunks", "news")
@@ -119,7 +119,7 @@ class _PendingCall:
 
 
 class RpcClient:
-    """Calls over one connection, any number at a time. Made by `open_rpc_client`.
+    """The calling end of one connection, for any number of concurrent calls. Made by `open_rpc_client`.
 
     Attributes:
         server_pid: the peer's process id, in its own PID namespace.
@@ -132,7 +132,7 @@ class RpcClient:
         self._pending: dict[int, _PendingCall] = {}
         self._calls = 0
         self._closed = trio.Event()
-        # Shielded, because a cancelled call still needs the connection to hear that its action has ended. It does not
+        # Shielded, because a cancelled call still needs the connection to learn that its action has ended. It does not
         # outlive the block of `open_rpc_client`, which cancels this scope itself when the block is done.
         self._connection_scope = trio.CancelScope(shield=True)
 
@@ -141,7 +141,7 @@ class RpcClient:
 
     @property
     def closed(self) -> bool:
-        """True once no call can succeed any more: the connection is lost, or the block was left."""
+        """Return True if no call can succeed any more: the connection is lost, or the block was left."""
         return self._channel.broken is not None
 
     async def wait_closed(self) -> None:
@@ -149,7 +149,7 @@ class RpcClient:
         await self._closed.wait()
 
     def statistics(self) -> RpcClientStatistics:
-        """A snapshot, for metrics and tests."""
+        """Return a snapshot, for metrics and tests."""
         return RpcClientStatistics(
             calls=self._calls,
             pending_calls=len(self._pending),
@@ -166,25 +166,26 @@ class RpcClient:
         on_chunk: Callable[[str, bytes], None] | None = None,
         on_silence: Callable[[], Awaitable[float]] | None = None,
     ) -> T:
-        """Have the peer handle `body` and return its answer. Sent once, never again.
+        """Have the peer handle `body` and return its answer. The request is sent once, without retries.
 
         When this returns or raises, the action at the peer has ended, or the connection is closed, which ends it there.
-        For that, a call that is cancelled, whose time is up, or whose `on_chunk` raises, tells the peer to stop and
-        waits for the answer, shielded, for up to `CANCEL_GRACE_S`; if none comes, it closes the connection.
+        For that, a call that is cancelled, times out, or whose `on_chunk` raises asks the peer to stop. It waits for
+        the answer, shielded, for up to `CANCEL_GRACE_S`; without an answer, it closes the connection.
 
         Args:
             body: the request, a struct that the peer's handler knows.
-            reply_type: what its answer is decoded as.
-            timeout_s: the action's budget, from now. It travels with the call; the peer cancels the action then.
+            reply_type: type of the answer.
+            timeout_s: the action's budget in seconds, from now. It is sent with the call, and the peer cancels the
+                action when it is exhausted.
             on_chunk: called in this task, in order, with the stream's name and each piece of streamed output.
-            on_silence: called after each `SILENCE_S` without an answer. It returns the seconds that do not count,
-                because the peer did not run: the budget is longer by as many. -inf gives the peer up, at once.
+            on_silence: called after each `SILENCE_S` without an answer. It returns the seconds to add to the budget, in
+                which the peer did not run. -inf abandons the peer at once.
 
         Raises:
             CallFailed: the handler raised. `code` and `message` are its own.
-            CallTimedOut: the budget is used up.
+            CallTimedOut: the budget is exhausted.
             ChannelBroken: the connection is lost. The action may or may not have run.
-            FrameTooLarge, Unencodable: `body` does not fit into a frame, or has no form there. Nothing was sent.
+            FrameTooLarge, Unencodable: `body` does not fit into a frame, or cannot be encoded. Nothing was sent.
             ProtocolViolation: the answer is not a `reply_type`. The connection is closed.
         """
         if not 0 < timeout_s < math.inf:
@@ -223,7 +224,7 @@ class RpcClient:
         return self._calls
 
     async def _stop(self, call_id: int, call: _PendingCall) -> None:
-        """Tell the peer to end a call and wait until it says that it has."""
+        """Ask the peer to end a call, and wait for its answer."""
         try:
             self._outbox.put(Cancel(id=call_id))
         except ChannelBroken:
@@ -231,7 +232,7 @@ class RpcClient:
         await call.wait_answer(None)
 
     def _settle(self, call_id: int, call: _PendingCall) -> None:
-        """After `_stop`. Without an answer the action may still run, so the connection has to end."""
+        """End the connection if `_stop` got no answer, because the action may still run."""
         if call.answer is None:
             self._pending.pop(call_id, None)
             self._end(f"call {call_id} had to stop and was not answered within {CANCEL_GRACE_S:g} s")
@@ -246,7 +247,7 @@ class RpcClient:
         return decoded
 
     def _end(self, reason: str) -> None:
-        """No call from now on, and every pending one fails. The connection's tasks end and close the stream."""
+        """Fail all pending and later calls. The connection's tasks end and close the stream."""
         self._channel.poison(reason)
         pending, self._pending = self._pending, {}
         for call in pending.values():
@@ -265,7 +266,7 @@ class RpcClient:
             self._closed.set()
 
     async def _read_answers(self) -> str:
-        """Returns why there are no more."""
+        """Read answers until the connection fails, and return the reason."""
         try:
             while True:
                 self._take(decode_envelope(await self._channel.receive()))

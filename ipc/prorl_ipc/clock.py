@@ -1,9 +1,9 @@
-"""The clock of a trio loop: it stands while the process does not run.
+"""The clock of a trio loop: it stops while the process does not run.
 
 A process may be stopped (SIGSTOP, `scontrol suspend`), frozen with its container, paused with its virtual machine, or
-kept from running by a disk that hangs or a machine that swaps. Deadlines that passed in that time would be held against
-somebody who could not be heard. So this clock leaves it out, and with it every deadline and every duration that is
-taken from `trio.current_time`.
+blocked by a hanging disk or a swapping machine. Deadlines that pass in that time would blame a peer whose messages
+could not be read. So this clock leaves that time out of every deadline and every duration taken from
+`trio.current_time`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-"""Longest sleep of a loop, in seconds: a gap shorter than a sleep cannot be seen."""
+"""Longest sleep of a loop, in seconds. A gap shorter than a sleep cannot be detected."""
 LATE_S: Final = 0.25
-"""Seconds that a loop may come later than it wanted. They count; what is beyond does not."""
+"""Seconds by which a loop may be late. They count; the rest of a gap does not."""
 NOTED_S: Final = 2.0
-"""A gap of more seconds is logged."""
+"""A gap of more seconds than this is logged."""
 
 
 class RunningClock(trio.abc.Clock):
-    """Seconds in which this loop could look at its clock.
+    """A clock that counts the seconds in which its loop could read it.
 
-    Between two readings it advances by `LATE_S` more than the sleep that the loop asked for, at most. The loop asks for
-    no more than `tick_s`, so that each gap shows. It makes no difference why the loop came late: stopped, without a
-    CPU, in a page fault, or in a long computation of its own. In each case no answer of a peer could be read, so
-    deadlines must not pass. A loop that is late each time has a slow clock, never one that stands: each pass adds
-    up to `LATE_S`.
+    Between two readings, it advances by at most the sleep that the loop requested plus `LATE_S`. The loop requests at
+    most `tick_s`, so that each gap is detected. The reason for the delay makes no difference: a stop, a lack of CPU, a
+    page fault, or a long computation of its own. In each case no answer of a peer could be read, so deadlines must not
+    pass. In a loop that is always late the clock is slow, but it never stops: each pass adds up to `LATE_S`.
 
     Args:
-        tick_s: the longest sleep.
-        time: the time that passes, in seconds, with the process or without it.
-        begins_at_s: what the clock shows at first; None: what `time` does.
+        tick_s: the longest sleep, in seconds.
+        time: a clock in seconds that also advances while the process does not run.
+        begins_at_s: the first reading; None: that of `time`.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class RunningClock(trio.abc.Clock):
         self._offset_s = 0.0 if begins_at_s is None else begins_at_s - self._read_s
         self._longest_s = LATE_S
         self.lost_s = 0.0
-        """Seconds that were left out so far."""
+        """Seconds left out so far."""
 
     def start_clock(self) -> None:
-        """Begin now: what passed before the run is no gap."""
+        """Begin now. The time before the run is not a gap."""
         now_s = self._time()
         self._offset_s -= now_s - self._read_s
         self._read_s = now_s
@@ -72,7 +71,7 @@ class RunningClock(trio.abc.Clock):
         return now_s + self._offset_s
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Return how long the loop may sleep: until the deadline, `tick_s` at most."""
+        """Return how long the loop may sleep: until the deadline, but at most `tick_s`."""
         sleep_s = min(max(0.0, deadline - self.current_time()), self._tick_s)
         self._longest_s = sleep_s + LATE_S
         return sleep_s
@@ -85,12 +84,11 @@ class RunningClock(trio.abc.Clock):
 
 
 def use_running_clock() -> None:
-    """Let the loop that runs now have a `RunningClock`, which goes on where its own clock is.
+    """Install a `RunningClock` in the current loop. It continues from the loop's own clock.
 
-    For a node, which may live in a loop that somebody else has started. A clock that is not trio's own, as tests have,
-    stays.
+    A node needs this because other code may have started its loop. A clock that is not trio's own, as in tests, stays.
     """
-    # trio takes a clock only where a run begins. The attribute is read anew in each pass of the loop.
+    # trio accepts a clock only at the start of a run. The attribute is read again in each pass of the loop.
     from trio._core._run import GLOBAL_RUN_CONTEXT, SystemClock
 
     runner = GLOBAL_RUN_CONTEXT.runner

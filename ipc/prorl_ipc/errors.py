@@ -1,6 +1,6 @@
 """Errors of Unix-socket channels and of shared memory.
 
-Every message says what, the limit, the actual value, what to do.
+Every message states the failure, the limit, the actual value and the remedy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class IpcError(Exception):
 
 
 class FrameTooLarge(IpcError):
-    """A frame announces, or would have, more bytes than the channel's maximum. The channel is unusable afterwards."""
+    """A frame exceeds the channel's maximum. Receiving it breaks the channel; a refused send does not."""
 
     def __init__(self, size_bytes: int, max_frame_bytes: int) -> None:
         super().__init__(f"frame of {size_bytes} bytes exceeds the maximum of {max_frame_bytes}; send it in pieces")
@@ -20,7 +20,7 @@ class FrameTooLarge(IpcError):
 
 
 class Unencodable(IpcError):
-    """A message holds a value that has no form on the wire: a larger integer, a lone surrogate. Nothing was sent."""
+    """A message contains an integer beyond 64 bits, a lone surrogate or the like. Nothing was sent."""
 
 
 class ProtocolViolation(IpcError):
@@ -49,7 +49,7 @@ class CallFailed(IpcError):
 
 
 class CallTimedOut(IpcError):
-    """The call's deadline passed. The peer was told to cancel it, so it runs no longer than its own clean-up."""
+    """The call's deadline passed. The peer was asked to cancel the action, which ends after its clean-up."""
 
     def __init__(self, what: str, timeout_s: float) -> None:
         super().__init__(f"{what} got no answer within its {timeout_s:g} s")
@@ -57,7 +57,7 @@ class CallTimedOut(IpcError):
 
 
 class ArenaFull(IpcError):
-    """There is no run of free blocks that long in the arena now. Nothing was changed; room comes with releases."""
+    """The arena lacks a free run of that many blocks now. Nothing was changed; releases make room."""
 
     def __init__(self, tokens: int, largest_free_tokens: int) -> None:
         super().__init__(
@@ -69,4 +69,4 @@ class ArenaFull(IpcError):
 
 
 class StaleReference(IpcError):
-    """The tokens a reference stands for are gone: acknowledged, released, or of another node's life."""
+    """The tokens of a reference are gone: acknowledged, released, or in the arena of another node process."""

@@ -1,6 +1,6 @@
-"""Calls of a sandbox daemon about files: single ones, transfers of whole trees, edits. Text: PROTOCOL.md.
+"""Calls of a sandbox daemon for single files, transfers of whole trees, and edits. PROTOCOL.md describes them.
 
-A part of `sandbox_calls.SandboxCall`. Sizes are bytes.
+They are a part of `sandbox_calls.SandboxCall`. Sizes are bytes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ HEADER_BYTES = 4
 
 
 def encode_frame(payload: bytes, *, max_frame_bytes: int) -> bytes:
-    """`payload` with its length in front, ready to be written.
+    """Return `payload` with its length in front, ready to be written.
 
     Raises:
         FrameTooLarge: `payload` has more than `max_frame_bytes` bytes.
@@ -29,11 +29,12 @@ def encode_frame(payload: bytes, *, max_frame_bytes: int) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream, fed in pieces of any size, into payloads. Linear in the bytes fed.
+    """A decoder that cuts a byte stream, fed in pieces of any size, into payloads. Linear in the bytes fed.
 
-    Use: `feed` what was read, then take frames (`next_frame` until None, or iterate) before reading more. Then at most
-    one frame and one read are buffered: a frame over the maximum is refused from its announced length alone.
-    At the end of the stream `partial_bytes` tells a clean end (0) from one in the middle of a frame.
+    `feed` the bytes that were read, then take all frames (`next_frame` until None, or iterate) before reading more.
+    Then at most one frame and one read are buffered, because a frame over the maximum is refused from its announced
+    length alone. At the end of the stream, `partial_bytes` distinguishes a clean end (0) from an end in the middle of a
+    frame.
     """
 
     def __init__(self, max_frame_bytes: int) -> None:
@@ -46,19 +47,18 @@ class FrameDecoder:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes buffered and not yet returned; after `next_frame` returned None, those of an unfinished frame."""
+        """Return the number of buffered bytes; after `next_frame` returned None, the bytes of an unfinished frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Add bytes as they came from the stream. Never raises."""
+        """Add bytes from the stream. Never raises."""
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
-        """The next whole payload, or None if more bytes are needed.
+        """Return the next whole payload, or None if more bytes are needed.
 
         Raises:
-            FrameTooLarge: the next frame announces more than the maximum. The decoder cannot go on: every later call
-                raises the same.
+            FrameTooLarge: the next frame announces more than the maximum. Every later call raises the same error.
         """
         buffer = self._buffer
         if len(buffer) < self._needed_bytes:
@@ -77,6 +77,6 @@ class FrameDecoder:
         return payload
 
     def __iter__(self) -> Iterator[bytes]:
-        """Every whole payload buffered now. Errors as `next_frame`."""
+        """Yield every whole payload buffered now. Errors as `next_frame`."""
         while (payload := self.next_frame()) is not None:
             yield payload

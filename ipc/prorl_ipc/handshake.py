@@ -1,4 +1,4 @@
-"""The handshake of an RPC connection: the first frame in each direction, which says who may speak."""
+"""The handshake of an RPC connection: the first frame in each direction, which authenticates the client."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from prorl_ipc.channel import Channel
 
 HANDSHAKE_TIMEOUT_S = 5.0
-"""Default time for the other side to do its part."""
+"""Default time, in seconds, for the other side's part of the handshake."""
 
 
 def token_matches(expected: bytes, offered: str | bytes) -> bool:
-    """Return whether the offered token is the whole of the expected one. Compares in constant time.
+    """Return whether the offered token equals the expected one. Compares in constant time.
 
     Every listener of the project compares tokens here. A string is compared as UTF-8.
     """
@@ -27,12 +27,12 @@ def token_matches(expected: bytes, offered: str | bytes) -> bool:
 
 
 async def offer_handshake(channel: Channel, *, token: str, timeout_s: float) -> int:
-    """The client's part. Returns the server's process id. On an error the caller closes the channel.
+    """Perform the client's part and return the server's process id. On an error the caller closes the channel.
 
     Raises:
         HandshakeRefused: wrong token, or another protocol version.
         ChannelBroken: the server ended the connection, or did not answer within `timeout_s`.
-        ProtocolViolation: it answered with something else.
+        ProtocolViolation: the server sent an invalid answer.
     """
     try:
         with trio.fail_after(timeout_s):
@@ -52,12 +52,13 @@ async def offer_handshake(channel: Channel, *, token: str, timeout_s: float) -> 
 
 
 async def take_handshake(channel: Channel, *, token: str, timeout_s: float) -> None:
-    """The server's part. On an error the caller closes the channel.
+    """Perform the server's part. On an error the caller closes the channel.
 
     Raises:
-        HandshakeRefused: the client has a wrong token, another version, or did not begin with `Hello`. It was told.
-        ChannelBroken: the client left, or was not done within `timeout_s`.
-        FrameTooLarge: its first frame is over the maximum.
+        HandshakeRefused: the client has a wrong token or another version, or did not begin with `Hello`. It was
+            notified.
+        ChannelBroken: the client left, or did not finish within `timeout_s`.
+        FrameTooLarge: its first frame exceeds the maximum.
     """
     try:
         with trio.fail_after(timeout_s):

@@ -1,4 +1,4 @@
-"""Exceptions of nurseries: one in place of a group, and a test for cancels and nothing else."""
+"""Exceptions of nurseries: a single exception instead of a group, and tests for cancels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def leaves(exc: BaseException) -> list[BaseException]:
-    """Return `exc`, or the exceptions that its groups are made of, at whatever depth."""
+    """Return `exc`, or the leaf exceptions of its groups at any depth."""
     if not isinstance(exc, BaseExceptionGroup):
         return [exc]
     return [leaf for inner in exc.exceptions for leaf in leaves(inner)]
@@ -22,7 +22,7 @@ def leaves(exc: BaseException) -> list[BaseException]:
 def only_cancelled(exc: BaseException) -> bool:
     """Return whether every leaf of `exc` is `Cancelled`.
 
-    A nursery makes a group even of one, so a group is a cancel, too.
+    A nursery wraps even a single exception in a group, so a group can be a cancel, too.
     """
     return all(isinstance(leaf, trio.Cancelled) for leaf in leaves(exc))
 
@@ -30,18 +30,18 @@ def only_cancelled(exc: BaseException) -> bool:
 def is_cancelled() -> bool:
     """Return whether a scope around this task is cancelled.
 
-    A `Cancelled` that flies where none is belongs to nobody.
+    Without such a scope, a `Cancelled` does not belong to any scope.
     """
     return trio.current_effective_deadline() == -math.inf
 
 
 @contextmanager
 def single_exception() -> Iterator[None]:
-    """Around one `async with trio.open_nursery()`: raise what its body or its tasks raised, without the group.
+    """Raise the exceptions of the `async with trio.open_nursery()` inside this block without their group.
 
-    For nurseries whose tasks do not fail by design, so that a nursery is not part of what the caller sees. `Cancelled`
-    counts only if there is nothing else. A group that was itself raised inside stays as it is, and so does a nursery's
-    group of several errors: then more than one thing went wrong, and nothing is hidden.
+    It serves nurseries whose tasks do not fail by design, so that callers do not see the nursery. `Cancelled` counts
+    only without other exceptions. A group that was itself raised inside stays as it is. So does a nursery's group of
+    several errors, to hide none.
     """
     try:
         yield
@@ -54,13 +54,13 @@ def single_exception() -> Iterator[None]:
         try:
             raise error
         finally:
-            error.__context__ = context  # not the group: it says nothing that the traceback does not
+            error.__context__ = context  # not the group, which adds nothing to the traceback
             del error, errors, group
 
 
 @asynccontextmanager
 async def open_single_nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery within `single_exception`."""
+    """Open a nursery within `single_exception`."""
     with single_exception():
         async with trio.open_nursery() as nursery:
             yield nursery

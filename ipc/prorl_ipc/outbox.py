@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from prorl_ipc.wire import Envelope
 
 MAX_OUTBOX_BYTES = 1024 * 1024
-"""From this many unsent bytes on, senders wait. One frame may go beyond it, so that a large one can be sent at all."""
+"""Senders wait from this number of unsent bytes. One frame may exceed it, so that a large frame can be sent at all."""
 
 
 class Outbox:
     """A bounded queue of envelopes in front of a channel.
 
-    Putting one in never waits: the kernel takes it at once when it can, otherwise the task in `run` writes it. What was
-    put is sent whole, whatever happens to the task that put it.
+    `put` never waits: the kernel accepts the envelope at once if it can, otherwise the task in `run` writes it. An
+    envelope is sent whole, whatever happens to the task that put it.
     """
 
     def __init__(self, channel: Channel, *, max_bytes: int = MAX_OUTBOX_BYTES) -> None:
@@ -31,33 +31,33 @@ class Outbox:
         self._waiting_for_room = trio.lowlevel.ParkingLot()
 
     async def send(self, envelope: Envelope) -> None:
-        """Wait for room, then put. Cancelled, it has put nothing. A checkpoint only if there is no room.
+        """Wait for room, then put. A cancelled call has put nothing. It is a checkpoint only without room.
 
         Raises:
             FrameTooLarge: the envelope exceeds the channel's maximum. The channel stays usable.
-            ChannelBroken: the channel is broken, or broke while this waited.
+            ChannelBroken: the channel is broken, or broke during the wait.
         """
         await self.wait_room()
         self.put(envelope)
 
     async def wait_room(self) -> None:
-        """Return when fewer than the maximum of bytes are unsent. A checkpoint only if it has to wait.
+        """Return when fewer than the maximum of bytes are unsent. It is a checkpoint only if it has to wait.
 
         Raises:
-            ChannelBroken: the channel is broken, or broke while this waited.
+            ChannelBroken: the channel is broken, or broke during the wait.
         """
         while self._channel.unsent_bytes >= self._max_bytes:
             await self._waiting_for_room.park()
         self._channel.raise_if_broken()
 
     def put(self, envelope: Envelope) -> None:
-        """Put without waiting for room: right after `wait_room`, or what is small and rare. Errors as `send`."""
+        """Put without waiting for room: right after `wait_room`, or a small and rare envelope. Errors as `send`."""
         self._channel.send_nowait(encode_envelope(envelope))
         if self._channel.unsent_bytes:
             self._work.set()
 
     async def run(self) -> None:
-        """The writer task. Returns when the channel breaks; cancelled in the middle of a frame, it breaks it."""
+        """Run the writer. Returns when the channel breaks. A cancel in the middle of a frame breaks it."""
         try:
             while True:
                 await self._work.wait()

@@ -1,4 +1,4 @@
-"""Text from others: what cannot travel (bytes that are no UTF-8), and what would not be seen on a terminal."""
+"""Text from untrusted sources: undecodable bytes, and characters that a terminal does not show."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _BLANK: Final = frozenset(
     )
     for code in range(first, last + 1)
 )
-"""Characters without a shape that count as letters or marks: Default_Ignorable_Code_Point of Unicode's
-DerivedCoreProperties.txt, without those that `str.isprintable` refuses."""
+"""Invisible characters that count as letters or marks: Default_Ignorable_Code_Point of Unicode's
+DerivedCoreProperties.txt, minus the characters that `str.isprintable` refuses."""
 
 
 def portable_text(text: str) -> str:
-    r"""`text` with what UTF-8 has no form for spelled out: an undecodable byte `\xe9` is `\udce9` in Python's text."""
+    r"""Return `text` with escapes for what UTF-8 cannot encode. An undecodable byte `\xe9` becomes `\udce9`."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def portable(value: Any) -> Any:
-    """`value`, made of dicts, lists and scalars, with each text in it made portable."""
+    """Return `value`, made of dicts, lists and scalars, with each text made portable."""
     if isinstance(value, str):
         return portable_text(value)
     if isinstance(value, dict):
@@ -40,14 +40,14 @@ def portable(value: Any) -> Any:
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    r"""Return `text` such that a terminal shows all of it, and does nothing else.
+    r"""Return `text` in a form that a terminal shows completely, without any other effect.
 
-    Every character without a shape of its own is written as Python writes it (`\x1b`, `\u202e`): control characters (C0
-    and C1, and so every escape sequence), format characters (bidirectional controls, zero width), line and paragraph
-    separators, surrogates, and what Unicode has not assigned. Letters, marks, symbols and spaces stay.
+    Every character without a visible shape becomes a Python escape (`\x1b`, `\u202e`): control characters (C0 and C1,
+    and thus every escape sequence), format characters (bidirectional controls, zero width), line and paragraph
+    separators, surrogates, and unassigned code points. Letters, marks, symbols and spaces stay.
 
     Args:
-        text: from anybody.
+        text: any text.
         keep: control characters that stay as they are.
     """
     if text.isascii() and text.isprintable():
@@ -56,7 +56,7 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 
 def printable_json(encoded: str) -> str:
-    """Return JSON of the same meaning that is `printable`: what has no shape is escaped as JSON escapes it."""
+    """Return equivalent JSON that is `printable`: characters without a visible shape become JSON escapes."""
     if encoded.isascii() and encoded.isprintable():
         return encoded
     return "".join(char if char in "\n\t" or _is_shown(char) else _json_escape(char) for char in encoded)

@@ -8,7 +8,8 @@ import os
 READ_ONLY_PROC = ("sys", "fs", "bus", "irq")
 """Files below /proc that the kernel lets user 0 of the machine write, whatever its namespace or capabilities.
 
-For launchers. The rest of /proc is read-only as well where that can be made so; see `namespaces` and `pid_setter`.
+Launchers make them read-only. The rest of /proc is read-only as well where that is possible; see `namespaces` and
+`pid_setter`.
 """
 SEEN = frozenset(
     (
@@ -18,15 +19,15 @@ SEEN = frozenset(
         *("sysvipc", "thread-self", "tty", "uptime", "version", "vmstat", "zoneinfo"),
     )
 )
-"""Names below /proc that programs look for: processors, memory, load, devices, and the files of a namespace."""
+"""Names below /proc that programs read: processors, memory, load, devices, and the files of a namespace."""
 
 
 @functools.cache
 def hidden_proc() -> tuple[tuple[str, bool], ...]:
-    """Return the paths below /proc that are to be seen empty, and whether each is a folder.
+    """Return the paths below /proc that appear empty in a sandbox, and whether each is a folder.
 
-    All that is neither a process nor named above, whatever a kernel has: keyrings, addresses of memory and of symbols,
-    timers, the kernel's command line, messages and configuration. Container runtimes hide a few of these.
+    These are all paths except processes and the names above, whatever the kernel has: keyrings, addresses of memory and
+    of symbols, timers, the kernel's command line, messages and configuration. Container runtimes hide a few of these.
     """
     names = sorted(name for name in os.listdir("/proc") if not name.isdigit() and name not in SEEN)
     return tuple((path, os.path.isdir(path)) for path in (f"/proc/{name}" for name in names))

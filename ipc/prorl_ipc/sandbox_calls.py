@@ -1,10 +1,10 @@
 """Calls of a sandbox daemon and their answers: bash, IPython, one-shot commands, files. Text: PROTOCOL.md.
 
-`SandboxCall` is a tagged union that refuses unknown fields, `SandboxReply` what it is answered with. Both travel as
-bodies in the envelope of `wire`.
+`SandboxCall` is a tagged union that refuses unknown fields, and `SandboxReply` is the union of its answers. Both travel
+as bodies in the envelope of `wire`.
 
-A result's `breach` is the limit of the sandbox that was run into since the result before, empty if none; `breach_text`
-says in a sentence what it was and what was done about it.
+A result's `breach` is the sandbox limit that was exceeded since the previous result, empty if none. `breach_text`
+describes the breach and its consequence in a sentence.
 
 Sizes are bytes, times are seconds. Times on the wire are relative (a budget, not a clock reading).
 """
@@ -35,12 +35,12 @@ from prorl_ipc.file_calls import (
 from prorl_ipc.limits import Breach, NamespaceLimits
 
 OWN_ERROR_EXIT = 70
-"""Exit code of a daemon that an error of its own ended, and nothing that its tools can do: EX_SOFTWARE of sysexits."""
+"""Exit code of a daemon that ended by an error of its own, which its tools cannot cause: EX_SOFTWARE of sysexits."""
 
 MAX_FORK_BYTES = 4096
-"""Size of a packet."""
+"""Maximum size of a packet."""
 MAX_FORK_FDS = 16
-"""Descriptors that may travel with one."""
+"""Maximum number of descriptors sent with a packet."""
 
 
 class ForkSandbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
@@ -60,7 +60,7 @@ class ForkSandbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
 
 
 class Forked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
-    """The answer.
+    """Answer to `ForkSandbox`.
 
     Attributes:
         pid: process id of the sandbox's first process, a child of the node, in the node's PID namespace; 0 on failure.
@@ -80,7 +80,7 @@ class Ping(_Wire, frozen=True):
 
 
 class Pong(_Wire, frozen=True):
-    """Answer to `Ping`. `uptime_s`: seconds since the daemon listens. `open_fds`: open descriptors of the daemon."""
+    """Answer to `Ping`. `uptime_s`: seconds since the daemon began to listen. `open_fds`: its open descriptors."""
 
     uptime_s: float
     open_fds: int

@@ -1,4 +1,4 @@
-"""The answering side of the RPC. Text of the protocol: PROTOCOL.md."""
+"""The answering side of the RPC. PROTOCOL.md describes the protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prorl_ipc.portable_text import portable_text
 from prorl_ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Failure, Request, Result, decode_envelope, encode_reply
 
 MAX_CONCURRENT_CALLS = 64
-"""Default maximum of handlers at a time; a call beyond it fails with `overloaded`."""
+"""Default maximum of concurrent handlers. Further calls fail with `overloaded`."""
 
 
 class CallError(Exception):
@@ -31,11 +31,12 @@ class CallError(Exception):
 
 
 class CallContext:
-    """The facts about a call that its handler gets.
+    """The facts about a call for its handler.
 
     Attributes:
         call_id: unique on this connection.
-        timeout_s: the call's budget, counted from the handler's start. The handler is cancelled when it is used up.
+        timeout_s: the call's budget in seconds, from the handler's start. The handler is cancelled when it is
+            exhausted.
     """
 
     __slots__ = ("_outbox", "call_id", "timeout_s")
@@ -51,7 +52,7 @@ class CallContext:
     async def send_chunk(self, stream: str, data: bytes) -> None:
         """Stream a piece of output to the caller, in order, before the answer. Waits while the caller reads slowly.
 
-        Cancelled, it has sent nothing.
+        A cancelled call has sent nothing.
 
         Raises:
             FrameTooLarge: send it in smaller pieces. Nothing was sent.
@@ -62,8 +63,9 @@ class CallContext:
 
 
 Handler: TypeAlias = Callable[[msgspec.Raw, CallContext], Awaitable[msgspec.Struct]]
-"""Decodes the body, acts, returns the answer. What it raises becomes a `Failure`: a `CallError` one with its own code,
-a `msgspec.DecodeError` one of code `bad_request` with the path of the field, anything else one of code `internal`."""
+"""A function that decodes the body, acts, and returns the answer. Its exceptions become a `Failure`: `CallError` with
+its own code, `msgspec.DecodeError` with the code `bad_request` and the path of the field, all others with the code
+`internal`."""
 
 
 async def serve_rpc(
@@ -77,11 +79,12 @@ async def serve_rpc(
 ) -> None:
     """Serve one connection, which this owns; return when the peer has ended it, cleanly or not.
 
-    Each call runs `handler` in a task of its own, under the call's own cancel scope. When this returns or raises, also
-    when it is cancelled, every handler has been cancelled and has ended, and the stream is closed.
+    Each call runs `handler` in a task and cancel scope of its own. When this returns, raises or is cancelled, every
+    handler has been cancelled and has ended, and the stream is closed.
 
     Raises:
-        HandshakeRefused: the peer has a wrong token, another version, or did not start with a `Hello`. It was told.
+        HandshakeRefused: the peer has a wrong token or another version, or did not start with a `Hello`. It was
+            notified.
         ChannelBroken: the peer left before the end of the handshake, or did not finish it in `handshake_timeout_s`.
         ProtocolViolation: the peer sent something that is not a message of this protocol.
         FrameTooLarge: the peer announced a frame of more than `max_frame_bytes`.
@@ -98,7 +101,7 @@ async def serve_rpc(
 
 
 class _RunningCall:
-    """The cancel scope of a handler, and who cancelled it."""
+    """The cancel scope of a handler, and whether the peer cancelled it."""
 
     __slots__ = ("cancelled_by_peer", "scope")
 

@@ -17,12 +17,12 @@ SESSION_PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Default maximum of one WebSocket message."""
 MAX_FRAME_JOBS: Final = 10_000
-"""Jobs, or ids of jobs, in one frame of a trainer. The node reads a frame in one step, which must not be long."""
+"""Jobs, or ids of jobs, in one frame of a trainer. The node reads a frame in one step, which must be short."""
 MAX_CANCEL_TARGETS: Final = 64
 """Targets of one `Cancel`. Each may be compared with every job of the node."""
 
 MAX_ATTEMPTS: Final = 1_000_000
-"""Attempts of one job that may have begun on other nodes."""
+"""Maximum number of attempts of one job that began on other nodes."""
 
 _MANY: Final[Any] = msgspec.Meta(max_length=MAX_FRAME_JOBS)
 JobIds = Annotated[list[str], _MANY]
@@ -167,7 +167,7 @@ class WithdrawCall(_Frame, frozen=True):
 class AttachArena(_Frame, frozen=True):
     """The trainer has mapped the arena as `reader_id`, and accepts `OutcomeRefFrame` from now on. Not answered.
 
-    It applies to this connection. An unknown reader has no effect.
+    It applies to this connection. An unknown reader is ignored.
     """
 
     reader_id: str
@@ -282,7 +282,7 @@ class ObservedEvent(_Frame, frozen=True):
 class ObservedOutcome(_Frame, frozen=True):
     """The `Outcome` of a job of an observed session, after it was offered to its own trainer.
 
-    It has no cursor, is sent at most once and is not acknowledged.
+    It is sent at most once, without a cursor, and is not acknowledged.
     """
 
     session_id: str
@@ -310,7 +310,7 @@ class Cancelled(_Frame, frozen=True):
 
 
 class WithdrawnJobs(_Frame, frozen=True):
-    """Answer to `WithdrawJobs`. `forgotten` jobs have no outcome; the others still have one."""
+    """Answer to `WithdrawJobs`. `forgotten` jobs do not get an outcome; the others still have one."""
 
     request_id: int
     forgotten: list[str]

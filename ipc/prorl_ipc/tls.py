@@ -1,4 +1,4 @@
-"""TLS around a byte stream, for `wss://`: version 1.2 at least, certificates checked by the client."""
+"""TLS around a byte stream, for `wss://`: at least version 1.2; clients check certificates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def server_context(cert_file: str | PathLike[str], key_file: str | PathLike[str]
 
     Raises:
         OSError: a file cannot be read.
-        ssl.SSLError: it is not what it should be, or the two do not belong together.
+        ssl.SSLError: a file is invalid, or the two do not match.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -30,11 +30,11 @@ def server_context(cert_file: str | PathLike[str], key_file: str | PathLike[str]
 
 
 def client_context(ca_file: str | PathLike[str] | None = None) -> ssl.SSLContext:
-    """Make a client's context that believes the authorities in `ca_file` (PEM), or the system's. Reads the disk.
+    """Make a client's context that trusts the authorities in `ca_file` (PEM), or the system's. Reads the disk.
 
     Raises:
         OSError: the file cannot be read.
-        ssl.SSLError: there is no certificate in it.
+        ssl.SSLError: the file contains no certificate.
     """
     context = ssl.create_default_context(cafile=ca_file)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -44,13 +44,14 @@ def client_context(ca_file: str | PathLike[str] | None = None) -> ssl.SSLContext
 async def open_tls(
     stream: trio.abc.Stream, context: ssl.SSLContext, *, server_hostname: str | None, timeout_s: float
 ) -> trio.abc.Stream:
-    """Shake hands on `stream`, which the result owns. `server_hostname` is None on the server's side.
+    """Perform the TLS handshake on `stream`, which the result owns. `server_hostname` is None on the server's side.
 
-    If that fails, or is cancelled, `stream` is closed.
+    On failure or a cancel, `stream` is closed.
 
     Raises:
-        ProtocolViolation: the peer speaks no TLS of ours, or its certificate cannot be verified; with the reason.
-        LinkClosed: it hung up, or was not done within `timeout_s`.
+        ProtocolViolation: the peer does not speak this TLS, or its certificate cannot be verified; the message has the
+            reason.
+        LinkClosed: the peer hung up, or did not finish within `timeout_s`.
     """
     secured = trio.SSLStream(
         stream, context, server_hostname=server_hostname, server_side=server_hostname is None, https_compatible=True
@@ -74,7 +75,7 @@ async def open_tls(
 
 
 _NO_ISSUER: Final = frozenset({18, 19, 20, 21})
-"""OpenSSL's codes of a certificate whose issuer is not known: it is self-signed, or its chain ends nowhere."""
+"""OpenSSL's codes of a certificate with an unknown issuer: self-signed, or with an incomplete chain."""
 
 
 def _said(error: ssl.SSLError) -> str:

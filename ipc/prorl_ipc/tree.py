@@ -1,7 +1,7 @@
-"""Rules of both ends of a file transfer: limits, and which names and links are safe. Pure, but for one walk.
+"""Rules of both ends of a file transfer: limits, and safe names and links. Pure, except for opening folders.
 
-A tree is a file, or a folder with what is in it. Whoever receives one trusts nothing of it: a sandbox is as hostile
-as the code that runs in it.
+A tree is a file, or a folder with its content. Its receiver trusts nothing in it: a sandbox is as hostile as the code
+that runs in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PIECE_BYTES = 1024 * 1024
-"""File content in one piece of a transfer; one piece is in memory on either side at a time."""
+"""File content in one piece of a transfer. Each side holds one piece in memory at a time."""
 MAX_PIECE_ENTRIES = 1000
 MAX_TREE_DEPTH = 64
 MAX_NAME_BYTES = 255
@@ -25,7 +25,7 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TreeRefused(Exception):
-    """A tree, or a part of it, is not taken. `code`: `unsafe`, `too_large`, `exists`."""
+    """A tree, or a part of it, is refused. `code`: `unsafe`, `too_large`, `exists`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TreeCounts:
-    """A count of the part of a tree that has passed, held against the limits."""
+    """The number of entries and bytes of a tree so far, checked against the limits."""
 
     def __init__(self, limits: TreeLimits) -> None:
         self._limits = limits
@@ -70,7 +70,7 @@ class TreeCounts:
 
 
 def split_path(path: bytes) -> list[bytes]:
-    """The names of a path relative to the root of a tree; none for the root itself.
+    """Return the names of a path relative to the root of a tree; an empty list for the root itself.
 
     Raises:
         TreeRefused: `unsafe`: absolute, `.` or `..` in it, an empty name, a NUL, too long or too deep.
@@ -88,8 +88,8 @@ def split_path(path: bytes) -> list[bytes]:
 def link_stays_inside(path: bytes, target: bytes) -> bool:
     """Return whether a link at `path` to `target` cannot lead out of the tree, whatever other links are in it.
 
-    `..` may stand at the beginning only, and no more often than the link is deep: after a name, which may be another
-    link, it could mean anything.
+    `..` may stand only at the beginning, and at most as often as the link is deep. After a name, which may be another
+    link, its meaning is unknown.
     """
     names = target.split(b"/")
     if not target or target.startswith(b"/") or b"\0" in target or len(target) > MAX_PATH_BYTES:
@@ -105,11 +105,11 @@ def open_folder(start_fd: int, names: Sequence[bytes], *, make: bool = False) ->
 
     Args:
         start_fd: descriptor of a folder; it stays open.
-        names: of folders, each in the one before.
-        make: make those that are missing.
+        names: names of folders, each in the previous one.
+        make: create missing folders.
 
     Raises:
-        OSError: one is missing, or is no folder (a link is none).
+        OSError: a folder is missing, or is not a folder (a link is refused).
     """
     fd = os.dup(start_fd)
     try:
@@ -127,7 +127,10 @@ def open_folder(start_fd: int, names: Sequence[bytes], *, make: bool = False) ->
 
 
 def open_parent(path: bytes, *, make: bool = False) -> tuple[int, bytes]:
-    """The folder of the absolute `path`, which has no links in it, and its name there. Errors as `open_folder`."""
+    """Return a descriptor of the parent of the absolute `path`, which contains no links, and its name there.
+
+    Errors as `open_folder`.
+    """
     *folders, name = [name for name in path.split(b"/") if name] or [b"."]
     root_fd = os.open("/", FOLDER_FLAGS)
     try:

@@ -1,4 +1,4 @@
-"""A tree of files as a stream of parts, in pieces of bounded size. Blocking; for a thread."""
+"""A reader of a tree of files, as a stream of parts in pieces of bounded size. Blocking; for a thread."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ READ_BYTES = 256 * 1024
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 MAX_NAMED_LEFT_OUT = 100
 MODE_MASK = 0o777
-"""Permissions travel; set-user-id, set-group-id and sticky do not."""
+"""The permissions that are transferred. The set-user-id, set-group-id and sticky bits are not."""
 
 _CHANGED = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 
 
 class TreeReader:
-    """Reads the tree at the absolute `path`, which has no links in it. Links in the tree are never followed.
+    """A reader of the tree at the absolute `path`, which contains no links. Links in the tree are never followed.
 
-    What is left out: links that lead out of the tree, devices, pipes, sockets, and what vanished or became something
-    else between being seen and being opened. A file is read up to the size it has when it is opened.
+    Links that lead out of the tree, devices, pipes and sockets are left out. So are members that vanished or changed
+    their type before they were opened. A file is read up to its size at the time of opening.
 
     Attributes:
-        counts: what has been read.
-        left_out: paths of the first so many that were left out.
-        left_out_total: how many there were.
+        counts: entries and bytes read so far.
+        left_out: paths of the first omitted members, at most `MAX_NAMED_LEFT_OUT`.
+        left_out_total: number of omitted members.
     """
 
     def __init__(self, path: bytes, limits: TreeLimits) -> None:
-        """Raises OSError if there is nothing to be read."""
+        """Open the parent folder. Raises OSError if that fails."""
         self.counts = TreeCounts(limits)
         self.left_out: list[bytes] = []
         self.left_out_total = 0
-        self._names: dict[tuple[int, int], bytes] = {}  # of files with several names: the first
+        self._names: dict[tuple[int, int], bytes] = {}  # first name of each file with several
         self._parent_fd, self._name = open_parent(path)
         self._parts = self._read_root()
 
     def next_parts(self) -> tuple[list[TreePart], bool]:
-        """The next parts, about `PIECE_BYTES` of content at most, and whether they are the last.
+        """Return the next parts, with at most about `PIECE_BYTES` of content, and whether they are the last.
 
         Raises:
-            TreeRefused: the tree exceeds its limits, is too deep, or is neither file nor folder.
-            OSError: something cannot be read.
+            TreeRefused: the tree exceeds its limits, is too deep, or is neither a file nor a folder.
+            OSError: a member cannot be read.
         """
         parts: list[TreePart] = []
         size_bytes = 0
@@ -73,7 +73,7 @@ class TreeReader:
         return parts, True
 
     def close(self) -> None:
-        """Let go of every file. Idempotent."""
+        """Close every file. Idempotent."""
         self._parts.close()
         if self._parent_fd >= 0:
             os.close(self._parent_fd)

@@ -1,4 +1,4 @@
-"""A stream of parts as a tree of files, which appears whole or not at all. Blocking; for a thread."""
+"""A writer of a stream of parts as a tree of files, which appears whole or not at all. Blocking; for a thread."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLO
 MODE_MASK = 0o777
 OWNER_ONLY = 0o700
 OWNER_SEES_FILE, OWNER_SEES_FOLDER = 0o400, 0o500
-"""Permissions that each file and folder gets besides its own: who has received a tree can read it. A sender that may
-read whatever it owns, or that is raced, sends what its receiver could not."""
+"""Permissions that each file and folder gets in addition to its own, so that the owner of a received tree can read it.
+Otherwise a sender with more rights, or in a race, could send files that the receiver cannot read."""
 HOLE_BYTES = 4096
 ZEROS = bytes(HOLE_BYTES)
 OF_THE_MACHINE = frozenset(
@@ -40,24 +40,24 @@ OF_THE_MACHINE = frozenset(
         *(errno.ENOMEM, errno.ENOSPC, errno.ENOTDIR, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT),
     )
 )
-"""Errors of the disk that a tree is written to, or of others who change things on it. All others are of what is in the
-tree: a name, a size, or a number of names of one file, that this disk does not take."""
+"""Errors of the receiving disk, or caused by other processes that change it. All other errors are caused by the tree: a
+name, a size, or a number of names of one file that this disk does not support."""
 
 
 class TreeWriter:
-    """Writes a tree to the absolute `path`, whose folder has no links in it and is made if it is missing.
+    """A writer of a tree to the absolute `path`, whose parent contains no links. Missing parents are created.
 
-    Everything goes into a hidden sibling of `path`, open to its owner only, through folder descriptors and never
-    through a link; `finish` gives permissions, with which the owner can read all of it, and the name. Only files,
-    folders, symbolic links that stay in the tree, and second names of files of the tree can come to be.
+    The tree is written into a hidden sibling of `path`, open to its owner only, through folder descriptors and never
+    through a link. `finish` sets permissions, which let the owner read everything, and the name. The result contains
+    only files, folders, symbolic links that stay in the tree, and hard links to files of the tree.
 
     A folder of an overlay's lower layer cannot be renamed, and some overlays neither remove it nor rename folders into
-    it. There the old one stays, new ones are made, and they get the content and permissions. If that fails, as it does
-    where such a folder must go, part of the old content may be gone.
+    it. There the old folder stays, new folders are created, and they receive the content and permissions. If that
+    fails, as it does where such a folder must be removed, part of the old content may be lost.
     """
 
     def __init__(self, path: bytes, limits: TreeLimits, *, overwrite: bool) -> None:
-        """Raises TreeRefused (`exists`), OSError: it cannot be written there."""
+        """Open the parent folder. Raises TreeRefused (`exists`), or OSError if it cannot be opened."""
         self.counts = TreeCounts(limits)
         self._overwrite = overwrite
         self._staging = b".%b.part" % secrets.token_hex(8).encode()
@@ -78,7 +78,8 @@ class TreeWriter:
         """Write the next parts.
 
         Raises:
-            TreeRefused: `too_large`, or `unsafe`, as is what this disk does not take. Nothing of that part was written.
+            TreeRefused: `too_large`, or `unsafe`, which includes parts that this disk does not support. Nothing of that
+                part was written.
             OSError: the disk could not write it. In both cases the transfer is over: `close` it.
         """
         for part in parts:
@@ -95,7 +96,7 @@ class TreeWriter:
                     self._make(part)
 
     def finish(self) -> None:
-        """Give the tree its permissions and its name. Errors as `take`, and TreeRefused (`exists`)."""
+        """Set the permissions and the name of the tree. Errors as `take`, and TreeRefused (`exists`)."""
         self._end_file()
         if not self._begun:
             raise TreeRefused("unsafe", "the tree has no root")
@@ -119,7 +120,7 @@ class TreeWriter:
         self._begun = False
 
     def close(self) -> None:
-        """Let go of every file, and remove what was not finished. Idempotent."""
+        """Close every file, and remove an unfinished tree. Idempotent."""
         self._forget_parent()
         for fd in (self._file_fd, self._root_fd):
             if fd >= 0:
@@ -185,7 +186,7 @@ class TreeWriter:
             os.close(target_fd)
 
     def _open_parent(self, names: list[bytes]) -> int:
-        """The folder, kept open for the next entry, which is mostly in it too."""
+        """Return the folder, which stays open because the next entry is usually in it too."""
         if self._parent is None or self._parent[0] != names:
             self._forget_parent()
             self._parent = names, open_folder(self._root_fd, names)
@@ -218,7 +219,10 @@ class TreeWriter:
             raise TreeRefused("exists", f"{os.fsdecode(self._name)!r} exists already; set `overwrite` to replace it")
 
     def _exchange(self) -> None:
-        """No rename puts one over the other if one is a folder: the old one steps aside, and back if that fails."""
+        """Replace the old tree. It is renamed first, because a rename replaces neither a folder nor a file by a folder.
+
+        If the second rename fails, the old tree gets its name back.
+        """
         aside = b".%b.old" % secrets.token_hex(8).encode()
         here = self._placed_in
         os.rename(self._name, aside, src_dir_fd=here, dst_dir_fd=here)
@@ -232,7 +236,7 @@ class TreeWriter:
 
 @contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """Raise TreeRefused instead of an error that the disk has with what the block writes, and not by itself."""
+    """Raise TreeRefused instead of a disk error that the written content causes."""
     try:
         yield
     except OSError as exc:
@@ -244,7 +248,7 @@ def _refusing(what: str) -> Iterator[None]:
 def write_with_holes(fd: int, content: bytes) -> int:
     """Write the next bytes of a file, and return how many are on the disk. Blocks of zeros become holes.
 
-    Where the last block is a hole, the file does not have its length before it is truncated to its position.
+    If the last block is a hole, the file gets its full length only when it is truncated to its position.
     """
     at, end, written = 0, len(content), 0
     if ZEROS not in content:
@@ -269,12 +273,12 @@ def _write_all(fd: int, content: bytes | memoryview) -> int:
 
 
 def _is_zero(content: bytes, at: int) -> bool:
-    """Return whether the block at `at`, or what there is of it, has only zeros."""
+    """Return whether the block at `at`, or its existing part, contains only zeros."""
     return content.startswith(ZEROS[: len(content) - at], at)
 
 
 def _move_over(new_in: int, new: bytes, old_in: int, old: bytes) -> None:
-    """Move the tree `new` to where `old` is, through no link: of folders that both have, the old one remains."""
+    """Move the tree `new` to the place of `old`, through no link. Where both are folders, the old one remains."""
     with ExitStack() as stack:
         new_fd, old_fd = _open_if_folder(new_in, new), _open_if_folder(old_in, old)
         for fd in (new_fd, old_fd):
@@ -322,7 +326,7 @@ def _remove(parent_fd: int, name: bytes) -> None:
         fd = os.open(name, FOLDER_FLAGS, dir_fd=parent_fd)
     except FileNotFoundError:
         return
-    except OSError:  # a file, or a link, which opens as no folder
+    except OSError:  # a file or a link
         os.unlink(name, dir_fd=parent_fd)
         return
     try:

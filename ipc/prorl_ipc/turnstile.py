@@ -1,7 +1,7 @@
-"""A turnstile: work that takes long for one pass of the event loop is spread over passes when many tasks have it.
+"""A turnstile: it spreads long work of many tasks over several passes of the event loop.
 
-In one pass trio runs every task that can go on. When thousands of answers come at once, each with a millisecond of
-work, that pass takes a second, in which no deadline, heartbeat or cancel is seen.
+In one pass, trio runs every task that can continue. When thousands of answers arrive at once, each with a millisecond
+of work, that pass takes seconds, in which no deadline, heartbeat or cancel is handled.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Final
 import trio
 
 TASKS_A_PASS: Final = 16
-"""Tasks that pass at once in one pass of the loop. As many again may pass where those that waited have just gone on."""
+"""Tasks that pass in one pass of the loop. As many again may pass in a pass that also resumes waiting tasks."""
 
 _turnstile: trio.lowlevel.RunVar[_Turnstile] = trio.lowlevel.RunVar("prorl_ipc.turnstile")
 
 
 async def pass_turnstile() -> None:
-    """Return when it is this task's turn: at once, or in a later pass of the loop if many have come. In their order.
+    """Return when it is this task's turn, in order of arrival: at once, or in a later pass if many tasks arrived.
 
-    Call it before work of about a millisecond that wants no checkpoint inside. A checkpoint only if it has to wait.
+    Call it before work of about a millisecond without a checkpoint inside. It is a checkpoint only if it has to wait.
     """
     try:
         turnstile = _turnstile.get()
@@ -31,7 +31,7 @@ async def pass_turnstile() -> None:
 
 
 class _Turnstile(trio.abc.Instrument):
-    """The turnstile of one loop, which tells it by `after_io_wait` that a pass begins."""
+    """The turnstile of one loop. trio reports the start of a pass by `after_io_wait`."""
 
     def __init__(self) -> None:
         self._left = TASKS_A_PASS
@@ -51,7 +51,7 @@ class _Turnstile(trio.abc.Instrument):
         await self._line.park()
 
     async def _move_line(self) -> None:
-        """Let the first in line go on in the next pass, and so on until nobody waits."""
+        """Resume the first waiting tasks in each pass, until the line is empty."""
         try:
             while self._line:
                 self._line.unpark(count=TASKS_A_PASS)

@@ -1,9 +1,9 @@
-"""A WebSocket connection between a trainer and a node, as a link that carries whole frames. The same on both ends.
+"""A WebSocket connection between a trainer and a node: a link that carries whole frames, the same on both ends.
 
-A link has one reader, which always drains, and one writer, which owns the socket. Nobody else sends, so a cancelled
-caller never leaves half a frame behind. Closing is a request (`end`): it is carried out once, in order, within
-`close_timeout_s`. Half-open connections are noticed by application heartbeats: a peer from which not one byte came for
-`heartbeat_timeout_s` is gone, however alive its TCP connection looks.
+A link has one reader, which always drains, and one writer, which owns the socket. No other task sends, so a cancelled
+caller never leaves half a frame behind. `end` requests the close, which happens once, in order, within
+`close_timeout_s`. Application heartbeats detect half-open connections: a peer that sends no byte for
+`heartbeat_timeout_s` is gone, even if its TCP connection looks alive.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_QUEUE_MESSAGES: Final = 4
 RECEIVE_BUFFER_BYTES: Final = 128 * 1024
-"""Taken from the socket at once. Half as much costs both ends a fifth more CPU for outcomes of 300 kB."""
+"""Bytes read from the socket at once. Half as many cost both ends a fifth more CPU for outcomes of 300 kB."""
 BATCH_BYTES: Final = 16 * 1024
 BATCH_FRAMES: Final = 1_000
-"""Frames that are ready together travel in one message, as long as they fit into this."""
+"""Frames that are ready together travel in one message, within these two limits."""
 OUTBOX_ROOM_FRAMES: Final = 1_000
-"""`wait_room` waits while more frames than this are queued."""
+"""`wait_room` waits while this many frames are queued."""
 OUTBOX_LIMIT_FRAMES: Final = 50_000
-"""A link that has more to send than this ends: somebody posts without waiting for room."""
+"""A link with this many queued frames ends, because a task posts without waiting for room."""
 STRANGER_BYTES: Final = 64 * 1024
-"""The most that a peer may send before `trust` was called. Reading stops there."""
+"""Maximum number of bytes read from a peer before `trust` is called."""
 LINGER_BYTES: Final = 2 * MAX_MESSAGE_BYTES
 CLOSE_REASON_BYTES: Final = 120
-"""A WebSocket control frame holds 125 bytes, two of them the code."""
+"""A WebSocket control frame holds 125 bytes, including two for the code."""
 
 FrameT = TypeVar("FrameT")
 
@@ -54,8 +54,8 @@ _LIBRARY_ERRORS = (
     trio_websocket.ConnectionClosed,
     trio_websocket.HandshakeError,
     wsproto.utilities.ProtocolError,
-    h11.ProtocolError,  # wsproto lets some through, when it answers garbage
-    UnicodeError,  # and these, of header fields
+    h11.ProtocolError,  # wsproto does not catch it when it answers garbage
+    UnicodeError,  # nor this one, of header fields
     trio.BrokenResourceError,
     trio.ClosedResourceError,
 )
@@ -68,13 +68,13 @@ LINGER_CHUNK_BYTES: Final = 256 * 1024
 
 
 class MeteredStream(trio.abc.Stream):
-    """Wraps `stream`, which it owns: closing one closes the other.
+    """A wrapper of `stream`, which it owns: closing either closes the other.
 
-    With `limit_bytes`, reading stops after that many bytes until `lift_limit`: a stranger cannot fill memory before it
-    has shown its token. `received` was read from `stream` already, and comes first.
+    With `limit_bytes`, reading stops after that many bytes until `lift_limit`, so that a peer cannot fill the memory
+    before it has sent its token. `received` was read from `stream` already, and comes first.
 
     Attributes:
-        last_received_s: `trio.current_time()` when a byte last came.
+        last_received_s: `trio.current_time()` of the last byte.
         over: set at end of file, when the connection broke, and on close.
     """
 
@@ -88,7 +88,7 @@ class MeteredStream(trio.abc.Stream):
         self.over = trio.Event()
 
     def lift_limit(self) -> None:
-        """Read on without a limit."""
+        """Continue to read without a limit."""
         self._left_bytes = None
         self._lifted.set()
 
@@ -120,9 +120,9 @@ class MeteredStream(trio.abc.Stream):
         return received
 
     async def linger(self, max_bytes: int) -> None:
-        """Read and throw away until the peer ends, at most `max_bytes`. Nothing to do if somebody else is reading.
+        """Read and discard until the peer ends, at most `max_bytes`. Returns early if another task reads.
 
-        Closing a socket with unread input resets it, and the peer may then never see what was sent last.
+        Closing a socket with unread input resets it, and the peer may then lose the last bytes sent.
         """
         left_bytes = max_bytes
         try:
@@ -148,7 +148,7 @@ class MeteredStream(trio.abc.Stream):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A plain aclose would put a Cancelled in the place of the error being raised.
+        # A plain aclose could replace the error being raised by a Cancelled.
         await trio.aclose_forcefully(self)
 
 
@@ -164,7 +164,7 @@ class CloseCode(IntEnum):
 
 
 class LinkClosed(ChannelBroken):
-    """The link is over. `code` is the WebSocket close code, 1006 if there was no close frame."""
+    """The link has ended. `code` is the WebSocket close code, 1006 without a close frame."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"connection closed ({code}): {reason or 'no reason given'}")
@@ -173,7 +173,7 @@ class LinkClosed(ChannelBroken):
 
 
 class HandshakeAnswered(LinkClosed):
-    """Raised if an HTTP server answered the WebSocket handshake with a status: a proxy, or no node at all.
+    """An HTTP server answered the WebSocket handshake with a status: a proxy, or a server that is not a node.
 
     Attributes:
         status: the HTTP status code.
@@ -198,14 +198,14 @@ class LinkLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebSocketLink(Generic[FrameT]):
-    """Frames in, frames out. Made by `open_server_link` and `open_client_link`, which close it.
+    """A link that sends and receives frames. Made by `open_server_link` and `open_client_link`, which close it.
 
-    `receive` is for one task. `post`, `wake` and `end` are synchronous and never raise; they may be called at any time,
-    by any task, also after the end, when they do nothing.
+    One task may `receive`. `post`, `wake` and `end` are synchronous and never raise. Any task may call them at any
+    time; after the end they do nothing.
 
     Attributes:
-        batches: the peer takes a list of frames in a message. What is ready together then costs both ends one message:
-            small frames by the thousand are bound by what each message and each wake-up of the peer costs.
+        batches: the peer accepts a list of frames in a message. Frames that are ready together are then sent in one
+            message, because each message and each wake-up of the peer costs more than a small frame.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class WebSocketLink(Generic[FrameT]):
         self.batches = False
         self._outbox: deque[bytes] = deque()
         self._unsent: bytes | None = None
-        """Comes first in the next message: it did not fit into the last one."""
+        """First frame of the next message, which did not fit into the last one."""
         self._received: deque[FrameT] = deque()
         self._work = trio.Event()
         self._room = trio.Event()
@@ -239,20 +239,20 @@ class WebSocketLink(Generic[FrameT]):
 
     @property
     def queued_frames(self) -> int:
-        """Frames posted and not yet handed to the socket."""
+        """Return the number of frames posted and not yet handed to the socket."""
         return len(self._outbox)
 
     @property
     def ended(self) -> bool:
-        """`end` was called, by us or because the peer went away."""
+        """Return True after `end` was called, by us or because the peer went away."""
         return self._ended.is_set()
 
     def trust(self) -> None:
-        """Let the peer send without the limit for strangers."""
+        """Remove the limit on the bytes of an unauthenticated peer."""
         self._stream.lift_limit()
 
     def post(self, frame: msgspec.Struct) -> None:
-        """Queue a frame. The order of posts is the order on the wire. Ends the link at `OUTBOX_LIMIT_FRAMES`."""
+        """Queue a frame. Frames are sent in the order of the posts. Ends the link at `OUTBOX_LIMIT_FRAMES`."""
         if self._ended.is_set():
             return
         if len(self._outbox) >= OUTBOX_LIMIT_FRAMES:
@@ -262,13 +262,13 @@ class WebSocketLink(Generic[FrameT]):
         self._work.set()
 
     def wake(self) -> None:
-        """The bulk source given to `run` may have something."""
+        """Notify the writer that the bulk source given to `run` may have a frame."""
         self._work.set()
 
     def end(self, code: int, reason: str, last: msgspec.Struct | None = None) -> None:
-        """Ask for the close: after the frame being sent comes `last`, then the close frame. The first call wins.
+        """Request the close: after the current frame come `last` and the close frame. Only the first call counts.
 
-        What was posted and not sent by then is dropped.
+        Posted frames that are not sent by then are dropped.
         """
         if self._ended.is_set():
             return
@@ -277,13 +277,13 @@ class WebSocketLink(Generic[FrameT]):
         self._ended.set()
 
     async def receive(self) -> FrameT:
-        """The next frame that is not a heartbeat; those are answered here. A cancelled call loses nothing.
+        """Return the next frame except heartbeats, which are answered here. A cancelled call loses nothing.
 
-        Not a checkpoint while frames of the message that came last are left, `BATCH_FRAMES` at most.
+        It is not a checkpoint while frames of the last message are left, `BATCH_FRAMES` at most.
 
         Raises:
-            LinkClosed: there is none any more.
-            ProtocolViolation: the peer sent something else than a frame. The caller should `end` the link.
+            LinkClosed: the link has ended.
+            ProtocolViolation: the peer's message is not a frame. The caller should `end` the link.
         """
         while True:  # noqa: ASYNC913 - see above
             if self._ended.is_set():
@@ -324,10 +324,10 @@ class WebSocketLink(Generic[FrameT]):
             await self._room.wait()
 
     async def send(self, frame: msgspec.Struct) -> None:
-        """Send before `run`, for a handshake. A cancelled call poisons the link.
+        """Send a frame before `run`, for a handshake. A cancelled call poisons the link.
 
         Raises:
-            LinkClosed: the connection is over.
+            LinkClosed: the connection has ended.
         """
         try:
             await self._socket.send_message(_encode(frame))
@@ -337,10 +337,10 @@ class WebSocketLink(Generic[FrameT]):
     async def run(
         self, read: Callable[[], Awaitable[None]], bulk: Callable[[], bytes | None] = lambda: None
     ) -> tuple[int, str]:
-        """Run `read` (a loop over `receive`), the writer and the heartbeat until `end`; then close.
+        """Run `read` (a loop over `receive`), the writer and the heartbeat until `end`; close, and return the reason.
 
-        The writer sends what was posted, and when nothing is, the next encoded frames of `bulk` (None: nothing now;
-        call `wake` when there may be). Returns why the link ended. What `start_soon` started is cancelled.
+        The writer sends posted frames first, then the next encoded frames of `bulk` (None: nothing now; call `wake`
+        when there may be). Tasks of `start_soon` are cancelled at the end.
         """
         async with trio.open_nursery() as tasks:
             self._tasks = tasks
@@ -353,12 +353,12 @@ class WebSocketLink(Generic[FrameT]):
         return self._ending
 
     def start_soon(self, afn: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task beside the reader until the link ends. Outside of `run`, or after `end`, nothing is started."""
+        """Run a task until the link ends. Outside of `run`, or after `end`, nothing is started."""
         if self._tasks is not None and not self._ended.is_set():
             self._tasks.start_soon(afn, *args)
 
     async def aclose(self) -> None:
-        """Carry out `end`: the last frame, the close handshake, the TCP close. Within `close_timeout_s`."""
+        """Complete `end` within `close_timeout_s`: the last frame, the close handshake, the TCP close."""
         self.end(CloseCode.NORMAL, "")
         with trio.move_on_after(self._limits.close_timeout_s):
             async with trio.open_nursery() as goodbye:
@@ -368,7 +368,7 @@ class WebSocketLink(Generic[FrameT]):
         await trio.aclose_forcefully(self._stream)
 
     async def _outlast_reader(self, goodbye: trio.CancelScope) -> None:
-        """Wait for the peer's end in the reader's place, once that has failed: nobody would see it otherwise."""
+        """Wait for the peer's end after the reader has failed, because no other task would notice it."""
         await self._reader.failed.wait()
         await self._stream.linger(LINGER_BYTES)
         goodbye.cancel()
@@ -407,7 +407,7 @@ class WebSocketLink(Generic[FrameT]):
                 self.end(closed.code, closed.reason)
 
     def _next_message(self, bulk: Callable[[], bytes | None]) -> bytes | None:
-        """A frame, or as many as are ready and fit into a message; None: there is none."""
+        """Return one frame, or all ready frames that fit into a message; None without a frame."""
         batch: list[bytes] = []
         left_bytes = BATCH_BYTES
         while len(batch) < BATCH_FRAMES:
@@ -431,7 +431,7 @@ class WebSocketLink(Generic[FrameT]):
         timeout_s, nonce = self._limits.heartbeat_timeout_s, 0
         while (left_s := self._stream.last_received_s + timeout_s - trio.current_time()) > 0:
             await trio.sleep(min(self._limits.heartbeat_interval_s, left_s))
-            # After a stall of the whole loop the reader first takes what has come meanwhile.
+            # After a stall of the whole loop, the reader first takes the bytes that arrived during it.
             await trio.lowlevel.checkpoint()
             if not self._outbox:
                 nonce += 1
@@ -440,7 +440,7 @@ class WebSocketLink(Generic[FrameT]):
 
 
 def _array_length(message: bytes) -> int:
-    """Return the length of the msgpack array that `message` begins with; 0 if it begins with something else."""
+    """Return the length of the msgpack array at the start of `message`; 0 if it starts with something else."""
     match message[:1]:
         case b"\xdc":
             return int.from_bytes(message[1:3])
@@ -458,7 +458,7 @@ async def open_server_link(
 ) -> AsyncIterator[WebSocketLink[FrameT]]:
     """Answer the WebSocket handshake on an accepted connection. Closes `stream` on leaving, whatever happens.
 
-    `received` was read from the stream already: the HTTP request of the handshake, and what came after it.
+    `received` was read from the stream already: the HTTP request of the handshake, and any bytes after it.
 
     Raises:
         LinkClosed: it is not a WebSocket handshake, or could not be answered within `handshake_timeout_s`.
@@ -482,10 +482,10 @@ async def open_client_link(
     decode: Callable[[bytes], FrameT | list[FrameT]],
     limits: LinkLimits,
 ) -> AsyncIterator[WebSocketLink[FrameT]]:
-    """Make the WebSocket handshake on a new connection. Closes `stream` on leaving, whatever happens.
+    """Perform the WebSocket handshake on a new connection. Closes `stream` on leaving, whatever happens.
 
     Raises:
-        HandshakeAnswered: the peer is an HTTP server, and refuses to speak WebSocket.
+        HandshakeAnswered: the peer is an HTTP server, and refuses WebSocket.
         LinkClosed: the connection broke, or there was no answer within `handshake_timeout_s`.
     """
 
@@ -520,12 +520,12 @@ async def _open_link(
 
 
 class _LibraryReader:
-    """The nursery that the library is given for its reader. What the peer makes the reader raise ends the link alone.
+    """The nursery given to the library for its reader. Errors that the peer causes in the reader end only the link.
 
-    The reader raises where the peer goes on after a Close of ours: it answers a Ping when nothing may be sent any more.
+    The reader raises if the peer continues after our Close, because it then answers a Ping when nothing may be sent.
 
     Attributes:
-        failed: set when it has raised `error`. The library then offers no more messages.
+        failed: set when the reader has raised `error`. The library then delivers no more messages.
     """
 
     def __init__(self, nursery: trio.Nursery) -> None:
@@ -543,13 +543,13 @@ class _LibraryReader:
         except _LIBRARY_ERRORS as exc:
             self.error = exc
             self.failed.set()
-        except Exception as exc:  # what a peer sends must not end more than its link, whatever the library lets through
+        except Exception as exc:  # a peer's bytes must end only its own link, whatever the library raises
             logger.exception("the WebSocket library failed over what a peer sent")
             self.error = exc
             self.failed.set()
 
     def said(self) -> str:
-        """Why it has failed; empty if it has not."""
+        """Return the reader's error as text; empty without an error."""
         return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
 
@@ -565,7 +565,7 @@ async def _shake_hands(
 
     socket: trio_websocket.WebSocketConnection | None = None
     with trio.move_on_after(timeout_s) as patience, single_exception():
-        # The library waits for ever for the handshake of a peer that hung up or sent something else.
+        # The library waits forever for the handshake of a peer that hung up or sent something else.
         async with trio.open_nursery() as race:
             race.start_soon(cancel_at, stream.over)
             race.start_soon(cancel_at, reader.failed)

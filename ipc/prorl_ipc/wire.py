@@ -1,7 +1,7 @@
 """The envelope: the structs of the RPC on the Unix socket between a node and a sandbox daemon. Text: PROTOCOL.md.
 
-Msgpack by msgspec, a tagged union that refuses unknown fields. It is what the RPC understands; its bodies are opaque
-`msgspec.Raw`. What travels in them is in `sandbox_calls` and `file_calls`.
+It is msgpack by msgspec, a tagged union that refuses unknown fields. The RPC treats bodies as opaque `msgspec.Raw`;
+their structs are in `sandbox_calls` and `file_calls`.
 
 Sizes are bytes, times are seconds. Times on the wire are relative (a budget, not a clock reading).
 """
@@ -22,35 +22,34 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Default maximum of one frame's payload."""
 
 UNDECODABLE = (msgspec.DecodeError, ValueError, RecursionError)
-"""Exceptions of msgspec for bytes that are not what they should be: also text that is not UTF-8, and endless
-nesting."""
+"""Exceptions of msgspec for invalid bytes, including text that is not UTF-8 and endless nesting."""
 
 _NO_WIRE_FORM = (ValueError, OverflowError, RecursionError)
-"""Exceptions of msgspec for values beyond msgpack's: integers of more than 64 bits, text with lone surrogates
-(`UnicodeEncodeError`), deep nesting, and sizes beyond 32 bits."""
+"""Exceptions of msgspec for values that msgpack cannot represent: integers of more than 64 bits, text with lone
+surrogates (`UnicodeEncodeError`), deep nesting, and sizes beyond 32 bits."""
 
 
 def encode_body(body: msgspec.Struct) -> msgspec.Raw:
-    """`body` as the opaque part of an envelope.
+    """Return `body` as the opaque part of an envelope.
 
     Raises:
-        TypeError: it holds a value that msgpack has no form for.
-        Unencodable: it holds a value that does not fit: an integer beyond 64 bits, or text that UTF-8 has no form for.
+        TypeError: it contains a value of a type that msgpack lacks.
+        Unencodable: it contains an integer beyond 64 bits, or text that UTF-8 cannot encode.
     """
     return msgspec.Raw(_encode(body))
 
 
 def encode_reply(body: msgspec.Struct) -> msgspec.Raw:
-    """Encode a body as `encode_body` does, but spell out text that UTF-8 has no form for.
+    """Encode a body as `encode_body` does, but escape text that UTF-8 cannot encode.
 
-    Such texts are paths and errors: the system has bytes for them that are no text. Errors as `encode_body`.
+    Such texts are paths and errors, whose bytes may not be UTF-8. Errors as `encode_body`.
     """
     try:
         return encode_body(body)
     except Unencodable as exc:
         if not isinstance(exc.__cause__, UnicodeEncodeError):
             raise
-        # Rare, so only now is every text looked at.
+        # Rare, so every text is checked only now.
         return msgspec.Raw(_encode(portable(msgspec.to_builtins(body, builtin_types=(bytes, bytearray)))))
 
 
@@ -62,7 +61,7 @@ def _encode(value: object) -> bytes:
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
-    """The payload of one frame."""
+    """Return the payload of one frame."""
     return _encoder.encode(envelope)
 
 
@@ -70,7 +69,8 @@ def decode_envelope(payload: bytes) -> Envelope:
     """Decode the payload of a frame.
 
     Raises:
-        ProtocolViolation: it is not msgpack, no known envelope, or has a wrong or unknown field (named by its path).
+        ProtocolViolation: it is not msgpack or not a known envelope, or has a wrong or unknown field (named by its
+            path).
     """
     try:
         return _decoder.decode(payload)

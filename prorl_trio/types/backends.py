@@ -12,7 +12,7 @@ import msgspec
 
 PauseMode = Literal["wait", "abort", "keep"]
 """The fate of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
-tokens that were received), or `keep` them: they go on, or stand still where the engine can do that."""
+tokens that were received), or `keep` them: they continue, or stop where the engine supports it."""
 EngineAnswer = Literal["paused", "loaded", "confirmed", "resumed", "not_offered", "failed"]
 
 _Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
@@ -138,7 +138,7 @@ class WeighBackend(NodeRequest[BackendList], frozen=True):
 
 
 class RemoveBackends(NodeRequest[BackendList], frozen=True):
-    """Remove one backend (`url`), or `all` of them. Running calls finish; jobs wait until a backend is added.
+    """Remove one backend (`url`), or `all` backends. Running calls finish; jobs wait until a backend is added.
 
     Raises:
         UnknownBackend: it is not in the pool.
@@ -298,4 +298,4 @@ class ResumeBackends(NodeRequest[UpdateReport], frozen=True):
 
 
 WeightsStep: TypeAlias = LoadWeights | LoadAdapter | ExpectTransfer | ConfirmWeights
-"""A step of a policy update between its pause and its resume, which each engine takes by itself."""
+"""A step of a policy update between its pause and its resume, which each engine performs by itself."""

@@ -1,4 +1,4 @@
-"""Trajectories as the padded arrays that trainers compute on. No Python list of tokens is made on the way."""
+"""Trajectories as padded arrays for trainers. No Python list of tokens is made on the way."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Segment
 
 NOT_SAMPLED = -1
-"""`PaddedBatch.policy_version` of tokens that no policy sampled: prompts, observations, padding."""
+"""`PaddedBatch.policy_version` of tokens that were not sampled: prompts, observations, padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """B rows, one for each segment, over T steps of time. What is not a token is padding.
+    """B rows, one for each segment, padded to T tokens.
 
     Attributes:
         token_ids: int32 or int64 [B, T]; `pad_token_id` on padding.
@@ -30,12 +30,13 @@ class PaddedBatch:
         loss_mask: uint8 [B, T]; 1 exactly where the policy sampled the token.
         attention_mask: uint8 [B, T]; 1 on tokens, 0 on padding.
         policy_version: int32 [B, T]; index into `policy_versions`, `NOT_SAMPLED` where nothing was sampled.
-        lengths: int32 [B]; tokens of each row.
-        truncated: uint8 [B]; 1 where the end of the row was cut off, and with it what its reward was given for.
-        item: int32 [B]; which of the items given a row belongs to.
-        segment: int32 [B]; which segment of that item's trajectory.
-        job_ids: B of them; empty for a row of a bare `Trajectory`.
-        policy_versions: each once, in the order in which they occur.
+        lengths: int32 [B]; number of tokens of each row.
+        truncated: uint8 [B]; 1 where the end of the row was cut off, which may include the tokens that earned the
+            reward.
+        item: int32 [B]; index of the row's item.
+        segment: int32 [B]; index of the segment in that item's trajectory.
+        job_ids: B job ids; empty for a row of a bare `Trajectory`.
+        policy_versions: each version once, in the order of first use.
     """
 
     token_ids: npt.NDArray[Any]
@@ -51,16 +52,16 @@ class PaddedBatch:
     policy_versions: list[str]
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows, B."""
         return len(self.lengths)
 
     @property
     def rollout_weights(self) -> npt.NDArray[np.float32]:
-        """Return what a sampled token of each row weighs where each rollout is to weigh 1 in all: float32 [B].
+        """Return a weight per row for its sampled tokens, so that each rollout weighs 1 in total: float32 [B].
 
-        It is 1 through the sampled tokens in all rows of the item, 0 where there are none. Then the loss
-        `(loss_mask * weights[:, None] * token_losses).sum() / rollouts` is a mean over rollouts, however many segments
-        and tokens each has. Without weights, the mean over tokens, a rollout weighs as much as it is long.
+        The weight is 1 / the number of sampled tokens in all rows of the item, or 0 if there are none. Then the loss
+        `(loss_mask * weights[:, None] * token_losses).sum() / rollouts` is a mean over rollouts, whatever their numbers
+        of segments and tokens. Without weights, in the mean over tokens, a rollout weighs in proportion to its length.
         """
         sampled = self.loss_mask.sum(axis=1, dtype=np.int64)
         of_item = np.bincount(self.item, weights=sampled)[self.item] if len(self) else np.zeros(0)
@@ -77,23 +78,23 @@ def pad_batch(
     token_dtype: type[np.int32 | np.int64] = np.int32,
     out: PaddedBatch | None = None,
 ) -> PaddedBatch:
-    """Lay the segments of all items out as rows. An outcome without a trajectory has none.
+    """Return the segments of all items as rows. An outcome without a trajectory adds none.
 
     Args:
         items: in the order of the rows.
-        pad_token_id: what `token_ids` holds where there is no token.
+        pad_token_id: value of `token_ids` on padding.
         max_len: T; the longest row if None.
-        side: where the padding goes.
-        truncate: cut rows that are longer than `max_len` at their end. What is left is as it was, its masks too; the
-            row is marked in `truncated`, for whoever trains on whole ones only: `batch.loss_mask * (1 -
+        side: side of the padding.
+        truncate: cut rows that are longer than `max_len` at their end. The rest of the row and its masks are unchanged,
+            and the row is marked in `truncated`. To train on whole rows only, use `batch.loss_mask * (1 -
             batch.truncated[:, None])`. False: such a row is an error.
-        token_dtype: of `token_ids`.
-        out: an earlier batch whose arrays [B', T'] are used again, with B' >= B and T' >= T: the result's are views
-            [:B, :T] of them, and the earlier batch is overwritten. Its dtype counts, not `token_dtype`.
+        token_dtype: dtype of `token_ids`.
+        out: an earlier batch whose arrays [B', T'] are reused, with B' >= B and T' >= T. The result's arrays are views
+            [:B, :T], and the earlier batch is overwritten. Its dtype counts, not `token_dtype`.
 
     Raises:
-        ValueError: a row is longer than `max_len` and not to be cut, or the batch does not fit into `out`.
-        StaleReference: an outcome's arrays are the node's memory, and it took them back before all were copied.
+        ValueError: a row is longer than `max_len` without `truncate`, or the batch does not fit into `out`.
+        StaleReference: an outcome's arrays are the node's memory, which was reused before all were copied.
     """
     rows = _rows(items)
     lengths = np.fromiter((len(segment) for *_, segment in rows), np.int32, len(rows))
@@ -133,7 +134,7 @@ def pad_batch(
 
 
 def _rows(items: Sequence[Outcome | Trajectory]) -> list[tuple[int, str, int, Segment]]:
-    """(item, job id, index of the segment, segment) for every row."""
+    """Return (item, job id, index of the segment, segment) for every row."""
     found = []
     for number, item in enumerate(items):
         job_id, trajectory = (item.job_id, item.trajectory) if isinstance(item, Outcome) else ("", item)

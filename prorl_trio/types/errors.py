@@ -1,6 +1,6 @@
-"""The exception tree. Errors fly until `pipeline` turns them into data, in one place.
+"""The exception tree. Exceptions propagate until `pipeline` turns them into data, in one place.
 
-A message says what failed, which id, the limit and the actual value, and what to do.
+A message states the failure, the id, the limit, the actual value, and the remedy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FailureCause = Literal[
     "cancelled",  # a cancel
     "node",  # any other cause
 ]
-"""Why a job has no success. Closed: a trainer may switch over it. Only `agent_*` are the policy's own doing."""
+"""Why a job was not successful. Closed: a trainer may switch over it. Only `agent_*` are caused by the policy."""
 
 ErrorCode = Literal[
     "sandbox_start",  # a sandbox failed to start
@@ -53,12 +53,12 @@ _UNKNOWN: Final = re.compile(r"unknown field `(.+)`$")
 
 
 class FieldError(NamedTuple):
-    """A value that does not have the shape that was asked for.
+    """A value that does not have the expected shape.
 
     Attributes:
-        problem: what is wrong, without the place.
+        problem: description of the error, without the place.
         path: the place: `$` for the whole, `$.tags.a` for a field in it.
-        unknown: the name of a field that does not exist there; empty if that is not what is wrong.
+        unknown: name of a field that does not exist there; empty for other errors.
     """
 
     problem: str
@@ -67,7 +67,7 @@ class FieldError(NamedTuple):
 
 
 def field_error(error: Exception) -> FieldError:
-    """Return what msgspec found wrong, and where. `error` is a `DecodeError`, or came from the decoder's depths."""
+    """Return the problem and the place that msgspec reports. `error` is a `DecodeError`, or comes from the decoder."""
     message = str(error) or "nested too deeply"
     where = _WHERE.search(message)
     problem = message if where is None else message[: where.start()]
@@ -76,16 +76,16 @@ def field_error(error: Exception) -> FieldError:
 
 
 def malformed_job(error: Exception, *, prefix: str = "$") -> MalformedJob:
-    """Return the refusal of a job that could not be read, its path beginning with `prefix` in place of `$`."""
+    """Return the error for a job that could not be decoded. Its path begins with `prefix` instead of `$`."""
     problem, path, _ = field_error(error)
     path = prefix + path[1:]
     return MalformedJob(problem if path == "$" else f"{problem} - at `{path}`", path)
 
 
 def unsendable(value: object, path: str = "$") -> FieldError | None:
-    """Return the first part of a value that has no form on the wire; None if there is none.
+    """Return the first part of a value that cannot be sent; None without one.
 
-    JSON has integers of any size, and halves of characters; msgpack has neither.
+    JSON allows integers of any size and lone surrogates; msgpack allows neither.
     """
     pending: list[tuple[object, str]] = [(value, path)]
     while pending:
@@ -132,7 +132,7 @@ class ServiceError(ProrlError):
 
 
 class AdmissionRejected(ServiceError):
-    """A limit is reached; nothing was stored. Try again after `retry_after_s` seconds."""
+    """A limit is reached; nothing was stored. Retry after `retry_after_s` seconds."""
 
     code = "admission"
 
@@ -142,37 +142,37 @@ class AdmissionRejected(ServiceError):
 
 
 class Draining(ServiceError):
-    """The node finishes what it has and takes nothing new."""
+    """The node finishes its jobs and accepts no new ones."""
 
     code = "draining"
 
 
 class UnknownJob(ServiceError):
-    """No such job on this node."""
+    """The job is not known on this node."""
 
     code = "unknown_job"
 
 
 class NoAgentWanted(ServiceError):
-    """The job does not wait for an agent elsewhere, or not yet."""
+    """The job does not wait for an external agent, or not yet."""
 
     code = "no_agent_wanted"
 
 
 class UnknownHandler(ServiceError):
-    """No handler of that name is registered. The message lists those that are."""
+    """No handler of that name is registered. The message lists the registered handlers."""
 
     code = "unknown_handler"
 
 
 class DuplicateJob(ServiceError):
-    """The id is taken by a job with another spec."""
+    """The id belongs to a job with another spec."""
 
     code = "duplicate_job"
 
 
 class AlreadyDelivered(ServiceError):
-    """The job ended, and this session acknowledged its outcome, lately: it is not run a second time."""
+    """The job ended, and this session recently acknowledged its outcome. It is not run again."""
 
     code = "already_delivered"
 
@@ -188,7 +188,7 @@ class MalformedJob(ServiceError):
 
 
 class Unauthorized(ServiceError):
-    """No token, or a wrong one."""
+    """The token is missing or wrong."""
 
     code = "token"
 
@@ -200,27 +200,27 @@ class ProtocolError(ServiceError):
 
 
 class Undelivered(ServiceError):
-    """The outcome is another session's, whose trainer has not taken it: it is not ours to drop."""
+    """The outcome belongs to another session, whose trainer has not received it, so it must not be dropped."""
 
     code = "undelivered"
 
 
 class BackendsBusy(ServiceError):
-    """A pause or a resume of the backends is under way; one at a time."""
+    """Another pause or resume of the backends is running."""
 
     code = "backends_busy"
 
 
 class PauseTimeout(ServiceError):
-    """The backends could not be paused in time. The pause is undone; the message says what still runs."""
+    """The backends could not be paused in time. The pause is undone; the message lists the work that still runs."""
 
     code = "pause_timeout"
 
 
 class UpdateRefused(ServiceError):
-    """A step of a policy update cannot come now.
+    """A step of a policy update is not possible now.
 
-    That is: weights without a pause, or a version over weights that some engine failed to load.
+    Examples are weights without a pause, and a version for weights that an engine failed to load.
     """
 
     code = "update_refused"
@@ -230,7 +230,7 @@ class UpdateRefused(ServiceError):
 
 
 class RolloutError(ProrlError):
-    """Something ended a job. `cause` is what the trainer sees, `error_code` what exactly it was."""
+    """An error that ended a job. `cause` is the cause for the trainer, `error_code` the exact failure."""
 
     cause: FailureCause = "node"
     error_code: ErrorCode = "node"
@@ -248,14 +248,14 @@ class BackendError(RolloutError):
 
 
 class UnknownBackend(BackendError):
-    """No backend of that URL is in the pool."""
+    """No backend with that URL is in the pool."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=False)
 
 
 class AgentProgramFailed(RolloutError):
-    """The program that is the agent did not run, or ended before it had asked for a turn of the policy."""
+    """The agent program did not run, or ended before its first request to the policy."""
 
     cause = "sandbox"
     error_code = "agent_program"
@@ -286,10 +286,10 @@ class TokenDrift(RolloutError):
 
 
 class StaleTrajectory(RolloutError):
-    """The weights have changed more often since the trajectory's first token than its `max_staleness` allows.
+    """The weights were updated more often since the trajectory's first token than its `max_staleness` allows.
 
-    `is_agents`: it would not be so without the updates that came while the policy's tools were at work. Then it is the
-    policy's spending, and not the infrastructure's: else a policy that sleeps would choose to be dropped.
+    `is_agents`: the limit is exceeded only because of updates during the policy's own tool calls. Then the policy is
+    responsible. Otherwise a policy could sleep to have its rollout dropped.
     """
 
     cause: FailureCause = "inference"
@@ -311,10 +311,10 @@ class StaleTrajectory(RolloutError):
 
 
 class AgentFault(RolloutError):
-    """The policy did what its task forbids, and there is nothing to evaluate. Its own doing, unlike `HandlerError`.
+    """The policy violated its task, and there is nothing to evaluate. Unlike `HandlerError`, the policy caused it.
 
-    `reward` is what the trainer gets for it: a fault is not worth more than a wrong answer. None, for no reward, is for
-    handlers that know why.
+    `reward` is the reward for the trainer: a fault is not worth more than a wrong answer. A handler may set None, for
+    no reward, with good reason.
     """
 
     cause = "agent_fault"
@@ -326,28 +326,28 @@ class AgentFault(RolloutError):
 
 
 class HostileAnswer(AgentFault):
-    """The policy's answer made the scorer crash, hang, or fail, which scores others: see `scoring.ScorerPool.score`."""
+    """The scorer crashed, hung or failed on the policy's answer, but scores others: see `scoring.ScorerPool.score`."""
 
 
 _BUSY: Final = frozenset(
     {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY}
 )
-"""Error numbers of a lack that passes."""
+"""Error numbers of temporary shortages."""
 
 
 _EXHAUSTED: Final = _BUSY | {errno.EDQUOT, errno.EIO, errno.ENOBUFS, errno.ENOSPC, errno.EROFS}
-"""Error numbers by which the system says that the machine lacks something, or is broken."""
+"""Error numbers by which the system reports a shortage or a defect of the machine."""
 
 
 class NodeExhausted(RolloutError):
-    """The node's machine refused something that a rollout needs: a descriptor, space, memory, a thread."""
+    """The machine refused a resource that a rollout needs: a descriptor, space, memory, a thread."""
 
     cause = "node"
     error_code = "node"
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Return whether the system raised `error` because the machine lacks something."""
+    """Return whether the system raised `error` because the machine lacks a resource or is defective."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)  # Python has no other sign
@@ -356,7 +356,7 @@ def is_exhaustion(error: BaseException) -> bool:
 class SandboxUnavailable(RolloutError):
     """A sandbox, or another process that a rollout needs, could not be started. Nothing of it is left.
 
-    `retryable`: the machine may only have been too busy. `of_machine`: the system refused something that every start
+    `retryable`: the machine may only have been too busy. `of_machine`: the system refused a resource that every start
     needs (a descriptor, space, a process), so no job is at fault.
     """
 
@@ -370,13 +370,13 @@ class SandboxUnavailable(RolloutError):
 
     @classmethod
     def refused(cls, what: str, error: OSError) -> SandboxUnavailable:
-        """Return the failure of a start that the system has refused something: it passes, or not, as that does."""
+        """Return the failure of a start that the system refused; retryable if the shortage is temporary."""
         where = f" ({error.filename})" if error.filename is not None else ""
         return cls(f"{what}: {error.strerror or error}{where}", retryable=error.errno in _BUSY, of_machine=True)
 
     @classmethod
     def of(cls, what: str, error: Exception) -> SandboxUnavailable:
-        """Return `error`, whatever it is, as the failure of a start."""
+        """Return `error`, of any type, as the failure of a start."""
         if isinstance(error, SandboxUnavailable):
             return error
         if isinstance(error, OSError):
@@ -387,9 +387,9 @@ class SandboxUnavailable(RolloutError):
 class SandboxLost(RolloutError):
     """A running sandbox died or its control channel broke. The action in flight may or may not have run.
 
-    `from_inside`: it was ended by what runs in it, as far as can be told; see `sandbox.process_tree.ProcessTree`. Where
-    the policy has acted by then, that is the policy's doing (`outcomes.blame`). `before_the_call`: it was gone already
-    when the call was to be sent.
+    `from_inside`: as far as is known, a process inside ended it; see `sandbox.process_tree.ProcessTree`. If the policy
+    has acted by then, the policy is responsible (`outcomes.blame`). `before_the_call`: it was gone before the call was
+    sent.
     """
 
     cause = "sandbox"
@@ -402,10 +402,10 @@ class SandboxLost(RolloutError):
 
 
 class SandboxCallFailed(RolloutError):
-    """A sandbox lives, but could not carry out a call.
+    """A live sandbox could not execute a call.
 
-    No shell starts in it any more, it has no thread or descriptor left, or its daemon met an error of its own. The next
-    call may succeed.
+    Its shell does not start any more, it lacks a thread or a descriptor, or its daemon failed. The next call may
+    succeed.
     """
 
     cause = "sandbox"
@@ -413,7 +413,10 @@ class SandboxCallFailed(RolloutError):
 
 
 class SearchUnavailable(RolloutError):
-    """The node's search answers nobody: nobody's doing. A query that it alone fails at is told to the policy."""
+    """The node's search backend does not answer, which is not the policy's fault.
+
+    A query that fails alone is reported to the policy.
+    """
 
     cause = "node"
     error_code = "search_unavailable"
@@ -427,18 +430,18 @@ class HandlerError(RolloutError):
 
 
 class NotRestorable(RolloutError):
-    """A recorded rollout cannot be graded again: it does not have what its handler grades, or its handler cannot."""
+    """A recorded rollout cannot be regraded: it lacks data that its handler grades, or its handler cannot regrade."""
 
     cause = "handler"
     error_code = "not_restorable"
 
 
 class TooManyDialogues(HandlerError):
-    """A rollout may ask so many other agents. Where a tool of the policy asks, the policy is told."""
+    """A rollout called other agents more often than allowed. If a tool of the policy did, the policy gets the error."""
 
 
 class EvaluationError(RolloutError):
-    """The evaluator crashed, timed out or returned no score; `error_code` tells which. Not a reward of 0."""
+    """The evaluator crashed, timed out or returned no score, according to `error_code`. The reward is None, not 0."""
 
     cause = "evaluator"
 
@@ -453,7 +456,10 @@ class EvaluationError(RolloutError):
 
 
 class BudgetExceeded(RolloutError):
-    """A stage, or the whole job, used up its budget. Time in queues is not charged. `cause`: where the time went."""
+    """A stage, or the whole job, exhausted its budget. Time in queues is not charged.
+
+    `cause`: the largest consumer of the time.
+    """
 
     def __init__(
         self, stage: Literal["init", "run", "eval", "total"], budget_s: float, used_s: float, cause: FailureCause
@@ -476,7 +482,7 @@ _BUDGET_CODE: Final[dict[str, ErrorCode]] = {
 
 
 class JobCancelled(RolloutError):
-    """The job was cancelled: on request, or as `error_code` says."""
+    """The job was cancelled on request, or for the reason in `error_code`."""
 
     cause = "cancelled"
 
@@ -486,4 +492,4 @@ class JobCancelled(RolloutError):
 
 
 class InternalError(ProrlError):
-    """Our bug. Ends the process, loudly."""
+    """A bug of this project. It ends the process."""

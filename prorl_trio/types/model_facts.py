@@ -1,4 +1,4 @@
-"""The facts of its model that a node tells trainers: `status()["model"]`."""
+"""The facts about its model that a node reports to trainers: `status()["model"]`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ COMPARED: Final = (
     "moe_intermediate_size",
     "tie_word_embeddings",
 )
-"""Many of them may change, and the shapes of all tensors stay."""
+"""Fields of `config.json` to compare, because many can change without a change of the tensors' shapes."""
 ROPE: Final = ("rope_theta", "factor")
-"""Fields of the rotary embedding, at the top or in one of `ROPE_TABLES`, by the version of transformers."""
+"""Fields of the rotary embedding, at the top level or in one of `ROPE_TABLES`, by the version of transformers."""
 ROPE_TABLES: Final = ("rope_parameters", "rope_scaling")
 
 
 def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `config` that decide what a model computes, as far as it has them; those of its text part.
+    """Return the existing fields of `config`, or of its text part, that determine a model's computation.
 
-    What does not change the model is left out: dtypes, limits of length, the version of transformers.
+    Fields that do not change the model are left out: dtypes, limits of length, the version of transformers.
     """
     text = config.get("text_config")
     levels = [config, text if isinstance(text, dict) else {}]
@@ -48,20 +48,20 @@ def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing_field(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """Return the first field that both have, with different values; None if there is none."""
+    """Return the first field with different values in both; None without one."""
     return next((field for field in ours if field in theirs and ours[field] != theirs[field]), None)
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The model whose tokenizer and chat template a node works with.
+    """The model whose tokenizer and chat template a node uses.
 
     Attributes:
-        vocabulary: a digest of the ids that tokens have; equal ones mean the same ids. See `vocabulary_digest`.
+        vocabulary: digest of the token ids; equal digests mean equal ids. See `vocabulary_digest`.
         vocab_size: every id that the tokenizer knows is below it.
-        sampleable: every id that can be sampled is below it: the tokenizer's, and the rows of the embedding; None where
-            the node's folder has no `config.json`.
+        sampleable: every id that can be sampled, of the tokenizer or the rows of the embedding, is below it; None if
+            the node's folder lacks a `config.json`.
         end_of_turn_ids: ids that end a turn when they are sampled, sorted.
-        architecture: the fields of its `config.json` that decide what it computes; see `architecture_of`.
+        architecture: fields of its `config.json` that determine its computation; see `architecture_of`.
     """
 
     vocabulary: str
@@ -72,14 +72,14 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts with the ids that a node's tokenizer gives them, to compare another tokenizer with.
+    """Texts with their ids in a node's tokenizer, for comparison with another tokenizer.
 
     Attributes:
-        model: the folder that the node's tokenizer is from.
-        text: plain text, and markup of many families, which only some tokenizers have tokens for.
-        text_ids: its ids.
-        control: the tokenizer's own added tokens, one after another.
-        control_ids: their ids.
+        model: folder of the node's tokenizer.
+        text: plain text, and markup of many families, for which only some tokenizers have tokens.
+        text_ids: ids of `text`.
+        control: the tokenizer's own added tokens, concatenated.
+        control_ids: ids of `control`.
     """
 
     model: str

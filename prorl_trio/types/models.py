@@ -1,8 +1,8 @@
 """The domain: jobs that are submitted, outcomes that are returned, and the record of a rollout. Frozen, wire-ready.
 
-The record has token-exact segments, turns, and the trajectory of both. Token arrays are raw little-endian bytes on the
-wire (`token_ids` int32, `logprobs` float32, `loss_mask` uint8: 9 bytes a token) and read-only numpy views in Python,
-without a copy.
+The record has token-exact segments, turns, and the trajectory that contains both. Token arrays are raw little-endian
+bytes on the wire (`token_ids` int32, `logprobs` float32, `loss_mask` uint8: 9 bytes a token) and read-only numpy views
+in Python, without a copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Status = Literal[
 """The status of a job: a stage, or a wait for one; then exactly one terminal status."""
 
 PRIORITY: Final = {"eval": 0, "train": 1}
-"""The place of a job's priority in any line; lower goes first."""
+"""The rank of a job's priority in every queue; lower ranks precede."""
 
 StopReason = Literal[
     "finished",  # the agent called `finish` or gave its final answer
@@ -68,7 +68,7 @@ LogprobKind = Literal[
     "processed",  # the distribution after temperature, `top_p` and `top_k`
     "unknown",  # the engine does not report it
 ]
-"""The distribution that an engine's log-probabilities are of."""
+"""The distribution that an engine's log-probabilities refer to."""
 
 SegmentReason = Literal[
     "template_rewrite",  # the template renders earlier turns differently, for example without old reasoning
@@ -82,7 +82,7 @@ SegmentReason = Literal[
 ]
 """Why a segment does not simply continue its parent."""
 ASIDE: Final = ("sub_agent", "side_call")
-"""Reasons of segments that are not of their parent's work."""
+"""Reasons of segments that are not part of their parent's work."""
 
 Echo = Literal[
     "exact",
@@ -96,9 +96,8 @@ Echo = Literal[
     "tools_changed",
     "branch",
 ]
-"""How a turn of the policy came back in a later request of a program: as it was served; altered, but with the key that
-was served with it; spelled in another way; without its reasoning; or not at all, so that a segment began, for its
-reason."""
+"""How a turn of the policy returned in a later request of a program: unchanged; altered, but with the key served with
+it; spelled differently; without its reasoning; or not at all, so that a segment began, for its reason."""
 
 ToolOutcome = Literal[
     "ok",  # it succeeded; a command exited with 0
@@ -113,14 +112,14 @@ ToolOutcome = Literal[
 """The result of a tool call, as a closed set."""
 
 OUT_OF_BAND_PROTOCOL = 5
-"""The first pickle protocol that may carry buffers beside the pickle (PEP 574)."""
+"""The first pickle protocol with out-of-band buffers (PEP 574)."""
 
 
-# The states of a job from its submit to its acknowledgement, and which stage may follow which. Pure.
+# The states of a job from its submission to its acknowledgement, and the order of its stages. Pure.
 #
 # promised -> stored -> queued -> init -> ready -> run -> ran -> eval -> ended -> offered -> acknowledged
 #
-# The pipeline knows the stages, the ledger what is in it, a session all of them: `prorl_trio.sessions.job`.
+# The pipeline knows the stages, the ledger its own states, a session all states: `prorl_trio.sessions.job`.
 
 JobState = Literal[
     "promised",
@@ -140,14 +139,14 @@ JobState = Literal[
 ]
 """The state of a job.
 
-`promised`: it has a place, and is being stored. `stored`: the ledger has it, the node not yet. Then the stages, where
-it waits in line as `queued`, `ready` and `ran`. `ended`: it has its one outcome, which is being stored. `offered`: the
-outcome is stored, and is sent on every connection until it is `acknowledged`.
-`refused`: it was not accepted, or the ledger did not take its outcome. `requeued`: the node's end has cut it, and the
-next start runs it again. `forgotten`: it was dropped on purpose.
+`promised`: it has a place, and is being stored. `stored`: it is in the ledger, but not yet on the node. Then follow the
+stages, with the waits `queued`, `ready` and `ran`. `ended`: its one outcome is being stored. `offered`: the outcome is
+stored, and is sent on every connection until it is `acknowledged`. `refused`: it was not accepted, or the ledger did
+not store its outcome. `requeued`: the node's end interrupted it, and the next start runs it again. `forgotten`: it was
+dropped on purpose.
 """
 StoredState = Literal["stored", "offered", "acknowledged"]
-"""What the ledger tells apart: a job without an outcome, with one, and an id that is remembered for a while."""
+"""The states in the ledger: a job without an outcome, a job with one, and an id that is remembered for a while."""
 
 TERMINAL: Final[frozenset[Status]] = frozenset({"completed", "failed", "cancelled", "timed_out"})
 """The statuses of outcomes."""
@@ -161,10 +160,10 @@ STAGES: Final[dict[Status, Status]] = {
     "ran": "eval",
     "eval": "completed",
 }
-"""The stages of an attempt, in order, each with what follows its success."""
+"""The stages of an attempt, in order, each with its successor on success."""
 
 Message = dict[str, Any]
-"""`role`, `content` and what else templates want of a message: `name`, `tool_call_id`, `tool_calls`, and reasoning as
+"""`role`, `content` and further fields that templates read: `name`, `tool_call_id`, `tool_calls`, and reasoning as
 `thinking` and `reasoning_content`. Content from outside has been marked."""
 
 ToolSchema = dict[str, Any]
@@ -172,7 +171,7 @@ ToolSchema = dict[str, Any]
 
 
 def may_follow(status: Status, to: Status) -> bool:
-    """Return whether `to` may follow within an attempt: the next one, or a terminal one other than success."""
+    """Return whether `to` may follow within an attempt: the next stage, or a terminal status other than success."""
     return status in STAGES and (to == STAGES[status] or (to in TERMINAL and to != "completed"))
 
 
@@ -238,7 +237,7 @@ Constraint = Literal[
     "json",  # the turn is JSON, or JSON of a schema
     "calls",  # the turn is calls of tools
 ]
-"""The form that an engine was made to keep a turn to, by masking all other tokens."""
+"""The form that an engine enforced on a turn, by masking all other tokens."""
 
 
 class PolicySpan(_Model, frozen=True, omit_defaults=True):
@@ -278,8 +277,8 @@ class PolicySpan(_Model, frozen=True, omit_defaults=True):
 class Segment(_Model, frozen=True):
     """Parallel arrays over one unbroken token sequence of length T, prompt included.
 
-    The arrays are views of whatever memory they came in: the message an outcome was decoded from, the node's arena, an
-    array of your own. `copy.deepcopy` makes one that owns its memory; so does pickling, unless out of band (PEP 574).
+    The arrays are views of the memory that they came in: the message of an outcome, the node's arena, or an array of
+    your own. `copy.deepcopy` makes a copy that owns its memory; so does pickling, unless out of band (PEP 574).
 
     Attributes:
         token_ids: int32 [T], 4 T bytes. Exactly the ids that the engine received and returned.
@@ -363,22 +362,22 @@ class Segment(_Model, frozen=True):
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """int32 [T], a read-only view."""
+        """Return the ids: int32 [T], a read-only view."""
         return np.frombuffer(self.token_ids_le, dtype="<i4")
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """float32 [T], a read-only view."""
+        """Return the log-probabilities: float32 [T], a read-only view."""
         return np.frombuffer(self.logprobs_le, dtype="<f4")
 
     @property
     def loss_mask(self) -> npt.NDArray[np.uint8]:
-        """uint8 [T], a read-only view."""
+        """Return the mask: uint8 [T], a read-only view."""
         return np.frombuffer(self.loss_mask_le, dtype="u1")
 
     @property
     def free_mask(self) -> npt.NDArray[np.uint8]:
-        """uint8 [T]: `loss_mask` without tokens that were kept to a form, whose distribution was not the policy's."""
+        """Return `loss_mask` without tokens of an enforced form, whose distribution was not the policy's: uint8 [T]."""
         constrained = [span for span in self.spans if span.constraint is not None]
         if not constrained:
             return self.loss_mask
@@ -391,9 +390,9 @@ class Segment(_Model, frozen=True):
         return len(self.loss_mask_le)
 
     def check(self) -> None:
-        """Raise StaleReference if the arrays are a node's memory that it has taken back.
+        """Raise StaleReference if the arrays are a node's memory that has been reused.
 
-        Whatever was read since then may be wrong. Does nothing where they are anything else.
+        Data read since then may be wrong. Other arrays are always valid.
         """
         check = getattr(self.token_ids_le.obj, "check", None)
         if check is not None:
@@ -433,7 +432,7 @@ def _segment(
     agent: str = "",
     agent_type: str = "",
 ) -> Segment:
-    """Make a segment from a pickle; the arrays come as any bytes-like object."""
+    """Make a segment from a pickle; the arrays are any bytes-like objects."""
     return Segment(
         token_ids_le=token_ids,
         logprobs_le=logprobs,
@@ -448,7 +447,7 @@ def _segment(
 
 
 def _flat(buffer: Any) -> memoryview:
-    """The bytes of a contiguous buffer, read-only."""
+    """Return the bytes of a contiguous buffer, read-only."""
     view = memoryview(buffer)
     if view.format != "B" or view.ndim != 1:
         view = view.cast("B") if view.nbytes else memoryview(b"")
@@ -514,10 +513,10 @@ class Trajectory(_Model, frozen=True):
 
     @property
     def own_segments(self) -> list[int]:
-        """Return the indices of the segments of the task's own work: none of agents that it asked, nor of side calls.
+        """Return the indices of the segments of the task's own work, without called agents and side calls.
 
-        A program may begin with a dialogue that is not the task's (a title, say): of several that continue nothing, the
-        one with most turns is.
+        A program may begin with a dialogue outside of the task, for example for a title. Of several segments without a
+        parent, the one with most turns in its work is the task's.
         """
         firsts: list[int] = []
         for index, segment in enumerate(self.segments):
@@ -530,19 +529,19 @@ class Trajectory(_Model, frozen=True):
 
     @property
     def policy_versions(self) -> list[str]:
-        """Return every version it was sampled under, each once.
+        """Return every version that it was sampled under, each once.
 
-        The oldest comes first where all are integers. Otherwise the task's own agent's come in the order of first use,
-        and then those that only others used.
+        The oldest comes first if all are integers. Otherwise the versions of the task's own agent come in the order of
+        first use, followed by versions of other agents only.
         """
         versions = dict.fromkeys(span.policy_version for segment in self.segments for span in segment.spans)
         return sorted(versions, key=int) if all(map(str.isdecimal, versions)) else list(versions)
 
     @property
     def staleness(self) -> int:
-        """Policy updates between its oldest and its newest token, 0 where all of it is of one version.
+        """Return the number of policy updates between its oldest and its newest token; 0 with a single version.
 
-        The difference of versions that are integers. Of others those that it met, which may be fewer than there were.
+        It is the difference of integer versions. Other versions are counted as they occur, which may miss updates.
         """
         versions = self.policy_versions
         if versions and all(map(str.isdecimal, versions)):
@@ -577,7 +576,7 @@ class SamplingParams(_Model, frozen=True):
 
 
 class Budgets(_Model, frozen=True):
-    """Seconds that a job may spend in each stage, and in all of them together.
+    """Seconds that a job may spend in each stage, and in all stages together.
 
     Time in queues is not charged. None takes the node's default.
 
@@ -671,7 +670,7 @@ class TaskInstance(_Model, frozen=True):
         instance_id: name of the task; returned with the outcome.
         handler: name of its handler: `math`, or another one installed on the node.
         payload: the handler's data, which the handler validates.
-        family: part of the task set that reports group it by, such as `aime25`; it has no other effect.
+        family: part of the task set, such as `aime25`, by which reports group it.
     """
 
     instance_id: str
@@ -720,7 +719,7 @@ class AgentProgram(_Model, frozen=True):
 
     @property
     def name(self) -> str:
-        """What people know it by: its preset, its program, or `elsewhere`."""
+        """Return its display name: its preset, its program, or `elsewhere`."""
         return self.preset or (self.command[0] if self.command else "elsewhere")
 
     def __post_init__(self) -> None:
@@ -729,7 +728,7 @@ class AgentProgram(_Model, frozen=True):
 
 
 class JobSpec(_Model, frozen=True):
-    """A rollout to do.
+    """A rollout to run.
 
     `max_staleness` is enforced where a rollout begins. The job waits in its queue, oldest first, until a backend has
     new enough weights and (`agent.rollouts_per_update`) few enough rollouts are ahead. Unforeseen updates end the
@@ -737,7 +736,7 @@ class JobSpec(_Model, frozen=True):
     `inference` and the code `stale`, and `retry` decides whether it runs again. Updates that arrived while its own
     tools ran are the policy's. If only they exceed the bound, the agent's loop ends (`stop_reason` `agent_budget`) and
     the work is graded. With a token that already is too stale, it is `failed`, with the cause `agent_budget`, the code
-    `stale` and a reward of 0. Updates after a rollout's last token have no effect. Integer versions differ by their
+    `stale` and a reward of 0. Updates after a rollout's last token do not count. Integer versions differ by their
     difference, other versions by the number of updates announced to the node between them.
 
     Attributes:
@@ -796,7 +795,7 @@ class JobSpec(_Model, frozen=True):
 
     @property
     def agent_name(self) -> str:
-        """Return what people know its program by; empty for the node's own agent."""
+        """Return the display name of its program; empty for the node's own agent."""
         return self.agent.name if isinstance(self.agent, AgentProgram) else ""
 
 
@@ -869,16 +868,16 @@ class Outcome(_Model, frozen=True):
     regraded: bool | msgspec.UnsetType = msgspec.UNSET
 
     def check(self) -> None:
-        """Raise StaleReference if its token arrays are a node's memory that it has taken back. See `Segment.check`."""
+        """Raise StaleReference if its token arrays are a node's memory that has been reused. See `Segment.check`."""
         if self.trajectory is not None:
             for segment in self.trajectory.segments:
                 segment.check()
 
     def detached(self) -> Outcome:
-        """Copy the outcome, token arrays included, so that it can be kept for as long as one likes.
+        """Return a copy, token arrays included, that stays valid.
 
         Raises:
-            StaleReference: the node has taken the memory of the arrays back already.
+            StaleReference: the node has already reused the memory of the arrays.
         """
         if self.trajectory is None:
             return self
@@ -887,7 +886,7 @@ class Outcome(_Model, frozen=True):
 
 
 class _Header(msgspec.Struct):
-    """The fields of an encoded outcome that can be read without its tokens. All others are passed over."""
+    """The fields of an encoded outcome that are decoded without its tokens."""
 
     job_id: str
     status: TerminalStatus
@@ -900,7 +899,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class EncodedOutcome(msgspec.Struct, frozen=True):
-    """An outcome as the bytes that are stored and sent, with the fields that decide what becomes of it."""
+    """An outcome as the bytes that are stored and sent, with the fields that decide how it is handled."""
 
     job_id: str
     status: TerminalStatus
@@ -918,7 +917,7 @@ class EncodedOutcome(msgspec.Struct, frozen=True):
         """Return the outcome that these bytes encode. Its token arrays are not decoded.
 
         Raises:
-            msgspec.DecodeError: they encode none.
+            msgspec.DecodeError: they do not encode an outcome.
         """
         header = _decode_header(data)
         return cls(header.job_id, header.status, header.error_code, header.attempt, data)

@@ -1,4 +1,4 @@
-"""An outcome for a trainer on the node's own host: everything but the token arrays, and references to those."""
+"""An outcome for a trainer on the node's own host: references replace the token arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mapped(Protocol):
 
 
 def refs_of(outcome: Outcome) -> list[ArenaRef] | None:
-    """Return where the tokens of each segment are in an arena; None if any are not, or there is no trajectory."""
+    """Return references to the tokens of each segment; None if any segment lacks one, or without a trajectory."""
     if not isinstance(outcome.trajectory, Trajectory):  # a handler may have put anything there
         return None
     refs = [_ref_of(segment) for segment in outcome.trajectory.segments]
@@ -39,7 +39,7 @@ def refs_of(outcome: Outcome) -> list[ArenaRef] | None:
 
 
 def _ref_of(segment: object) -> ArenaRef | None:
-    """Return the one reference that all three arrays have, if they are all of its tokens."""
+    """Return the one reference shared by all three arrays, if it covers the whole segment."""
     if not isinstance(segment, Segment):
         return None
     behind = (segment.token_ids_le.obj, segment.logprobs_le.obj, segment.loss_mask_le.obj)
@@ -48,10 +48,10 @@ def _ref_of(segment: object) -> ArenaRef | None:
 
 
 def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> OutcomeRefFrame:
-    """Return the frame that carries `outcome` without its arrays; `refs` say where these are, one for each segment.
+    """Return the frame that carries `outcome` without its arrays. `refs` has one reference for each segment.
 
     Raises:
-        ValueError: there are not as many references as segments, or one is of another length.
+        ValueError: the number of references, or a length, differs from the segments.
     """
     trajectory = outcome.trajectory
     lengths = [] if trajectory is None else [len(segment) for segment in trajectory.segments]
@@ -70,12 +70,12 @@ def split_outcome(cursor: int, outcome: Outcome, refs: Sequence[ArenaRef]) -> Ou
 def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
     """Return the whole outcome. Its arrays are views of the arena, valid until it is acknowledged.
 
-    `Outcome.check` says whether they still are, `Outcome.detached` makes one that owns its memory.
+    `Outcome.check` raises if they are invalid, and `Outcome.detached` returns a copy that owns its memory.
 
     Raises:
         StaleReference: its tokens are gone.
-        ProtocolViolation: a reference is none into this arena.
-        ProtocolError: the outcome cannot be read, or the references do not belong to it.
+        ProtocolViolation: a reference is not into this arena.
+        ProtocolError: the outcome cannot be decoded, or does not match the references.
     """
     try:
         outcome = _decode_outcome(frame.outcome)
