@@ -87,6 +87,7 @@ check: setup-dev ## format, lint, types, async rules, import direction
 	grep -rlE --include='*.py' '^ *async (def|with|for) |\bawait ' $(PACKAGES) $(if $(ALL),tests,tests/support) | xargs $(VENV)/python -m flake8; code=$$?; \
 	wait $$types && exit $$code
 	$(VENV)/lint-imports
+	$(VENV)/python tests/support/prose.py
 	$(VENV)/shellcheck launch/*/*.sh launch/*/*/*.sh .ci/run
 
 docs: setup-dev ## write the tables of docs/node-toml.md and ipc/PROTOCOL.md from the code
