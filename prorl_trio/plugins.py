@@ -50,8 +50,8 @@ def load_class(target: str, base: type[Any]) -> type[Any]:
     Raises:
         ConfigError: as `load_plugins`, or `target` has another form.
     """
-    module, colon, name = target.partition(":")
-    if not (module and colon and name):
+    module, _, name = target.partition(":")
+    if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise ConfigError(f"{target!r} is not MODULE:CLASS")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
@@ -61,7 +61,7 @@ def load_class(target: str, base: type[Any]) -> type[Any]:
 def _load(entry: EntryPoint, base: type[Any], what: str) -> type[Any]:
     try:
         plugin = entry.load()
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise ConfigError(f"{what} cannot be loaded: {described(exc, entry.module)}") from exc
     if not (isinstance(plugin, type) and issubclass(plugin, base)):
         raise ConfigError(f"{what} is not a subclass of {base.__name__}")

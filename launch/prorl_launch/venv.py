@@ -127,13 +127,13 @@ def run_pip(
         SetupError: both uv and pip failed; the message is pip's.
     """
     if uv := _uv():
-        settings = pip_settings(pip_of or python)
-        options = index_options(settings) if arguments[0] == "install" else []
-        argv = [str(uv), "pip", arguments[0], "--python", python, *options, *arguments[1:]]
         cache = {"UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR", str(paths.cache_dir() / "uv"))}
         try:
+            settings = pip_settings(pip_of or python)
+            options = index_options(settings) if arguments[0] == "install" else []
+            argv = [str(uv), "pip", arguments[0], "--python", python, *options, *arguments[1:]]
             run_step(title, argv, log_file=log_file, keep_open=keep_open, variables=uv_environment(settings) | cache)
-        except SetupError:
+        except (SetupError, OSError, subprocess.TimeoutExpired):
             say(f"{title}: uv could not do it (see {log_file}); pip tries")
         else:
             return

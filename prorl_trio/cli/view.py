@@ -15,6 +15,7 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.terminal import say
 from prorl_trio.config import ListenConfig
 from prorl_trio.edges.tcp import is_loopback
+from prorl_trio.node.descriptors import raise_descriptor_limit
 from prorl_trio.runs.book import RunBook
 from prorl_trio.runs.export import export_html
 from prorl_trio.runs.recording import named_path
@@ -42,6 +43,7 @@ def view(
     """
     if jobs and export is None:
         raise click.UsageError("--rollout needs --export")
+    raise_descriptor_limit()  # a run that was opened keeps two
     book = RunBook(folder, model)
     try:
         if export is not None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from prorl_trio.file_systems import open_regular
 from prorl_trio.runs.index import HEADER_BYTES, OutcomeIndex
 from prorl_trio.runs.recording import RUN_INFO, SUMMARY, TRAJECTORIES
 from prorl_trio.runs.rollout_view import RolloutView, Vocabulary
@@ -25,6 +26,11 @@ MAX_DEPTH: Final = 4
 MAX_RUNS: Final = 2000
 OPEN_ROLLOUTS: Final = 8
 """Number of rollouts whose decoded tokens are cached."""
+
+
+class _Curve(msgspec.Struct):
+    steps: list[dict[str, Any]] = []
+    evaluations: list[dict[str, Any]] = []
 
 
 class _Task(msgspec.Struct):
@@ -50,11 +56,11 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """Return the run's entry in the list of runs, without reading the outcomes."""
         info, settings = self.json(RUN_INFO), self.json(SETTINGS)
-        summary, curve = self.json(SUMMARY), self.json(CURVE)
-        steps = curve.get("steps") or []
+        summary, curve = self.json(SUMMARY), self.curve()
+        steps = curve.get("steps", [])
         return {
             "run": self.run_id,
-            "name": self.path.name if self.run_id == "." else self.run_id,
+            "name": shown_path(Path(self.path.name)) if self.run_id == "." else self.run_id,
             "kind": "learning" if curve else "evaluation" if (self.path / EVALUATION).exists() else "run",
             "model": self.model(),
             "tasks": info.get("tasks", ""),
@@ -62,7 +68,7 @@ class Run:
             "reward_mean": summary.get("reward_mean", self.json(REPORT).get("reward_mean")),
             "steps": len(steps),
             "of": settings.get("steps"),
-            "changed_s": max((found.stat().st_mtime for found in self.path.iterdir() if found.is_file()), default=0.0),
+            "changed_s": self._changed_s(),
         }
 
     def about(self) -> dict[str, Any]:
@@ -75,7 +81,7 @@ class Run:
             "reward_mean": sum(rewards) / len(rewards) if rewards else described["reward_mean"],
             "facets": index.facets() if index else {},
             "recorded": index is not None,
-            "curve": self.json(CURVE),
+            "curve": self.curve(),
             "figures": self.json(REPORT) or self.json(SUMMARY),
         }
 
@@ -86,7 +92,15 @@ class Run:
     def json(self, name: str) -> dict[str, Any]:
         """Return a JSON object of the run's folder; empty if the file is missing or incomplete."""
         with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode((self.path / name).read_bytes(), type=dict[str, Any])
+            return msgspec.json.decode(_read(self.path / name), type=dict[str, Any])
+        return {}
+
+    def curve(self) -> dict[str, Any]:
+        """Return the learning curve; empty if there is none, or the file is another program's."""
+        with suppress(msgspec.ValidationError):
+            found = self.json(CURVE)
+            msgspec.convert(found, _Curve)
+            return found
         return {}
 
     def index(self) -> OutcomeIndex | None:
@@ -94,7 +108,7 @@ class Run:
         with self._lock:
             if self._index is None and (self.path / TRAJECTORIES).exists():
                 agent = self.json(EVALUATION).get("agent", "") or self.json(SETTINGS).get("agent", "")
-                self._index = OutcomeIndex(self.path / TRAJECTORIES, self._tasks(), agent)
+                self._index = OutcomeIndex(self.path / TRAJECTORIES, self._tasks(), str(agent))
             elif self._index is not None:
                 self._index.refresh()
             return self._index
@@ -104,13 +118,18 @@ class Run:
             self._index.close()
 
     def _count(self) -> int:
-        with suppress(OSError), (self.path / TRAJECTORIES).open("rb") as file:
+        with suppress(OSError), os.fdopen(open_regular(self.path / TRAJECTORIES), "rb") as file:
             return int.from_bytes(file.read(HEADER_BYTES)[1:], "big")
         return 0
 
+    def _changed_s(self) -> float:
+        with suppress(OSError):  # it, or a file of it, was removed
+            return max((found.stat().st_mtime for found in self.path.iterdir() if found.is_file()), default=0.0)
+        return 0.0
+
     def _tasks(self) -> dict[str, tuple[str, str]]:
         with suppress(OSError, msgspec.DecodeError):
-            tasks = msgspec.json.Decoder(_Task).decode_lines((self.path / TASKS).read_bytes())
+            tasks = msgspec.json.Decoder(_Task).decode_lines(_read(self.path / TASKS))
             return {task.instance_id: (task.handler, task.family) for task in tasks}
         return {}
 
@@ -118,8 +137,9 @@ class Run:
 class RunBook:
     """The runs at and below a folder. Safe to use from several threads.
 
-    `model` is the folder whose tokenizer decodes tokens, instead of each run's own. Raises ConfigError if the folder
-    contains no run. Errors of a run's own files (OSError, ConfigError) are raised when the run is viewed.
+    `model` is the folder whose tokenizer decodes tokens, instead of each run's own. Raises ConfigError if it has no
+    tokenizer, or if the viewed folder contains no run. Errors of a run's own files (OSError, ConfigError) are raised
+    when the run is viewed.
     """
 
     def __init__(self, root: Path, model: Path | None = None) -> None:
@@ -129,6 +149,11 @@ class RunBook:
         self._runs: dict[str, Run] = {}
         self._vocabularies: dict[Path, Vocabulary | None] = {}
         self._open: OrderedDict[tuple[str, str], RolloutView] = OrderedDict()
+        if model is not None:
+            try:
+                self._vocabularies[model] = Vocabulary(model)
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"{model} has no tokenizer that can be used: {exc}") from exc
         if not self.runs():
             raise ConfigError(
                 f"{root} has no recorded run: neither {TRAJECTORIES} nor {CURVE} in it, or up to {MAX_DEPTH} folders "
@@ -136,13 +161,10 @@ class RunBook:
             )
 
     def runs(self) -> list[Run]:
-        """Return every run, including new ones."""
+        """Return every run, including new ones, at most `MAX_RUNS`."""
         with self._lock:
-            for path in _find_runs(self.root):
-                run_id = str(path.relative_to(self.root))
-                if run_id not in self._runs:
-                    self._runs[run_id] = Run(run_id, path)
-            return list(self._runs.values())
+            found = {shown_path(path.relative_to(self.root)): path for path in _find_runs(self.root)}
+            return [self._runs.setdefault(run_id, Run(run_id, path)) for run_id, path in found.items()]
 
     def run(self, run_id: str) -> Run:
         """Return a run by its id. Raises UnknownJob if it does not exist."""
@@ -185,13 +207,25 @@ class RunBook:
             run.close()
 
 
+def _read(path: Path) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as text that can be sent: a name may be no UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def _find_runs(root: Path) -> list[Path]:
     found: list[Path] = []
     for folder, below, names in os.walk(root):
         path = Path(folder)
         if TRAJECTORIES in names or CURVE in names:
             found.append(path)
-        if len(path.relative_to(root).parts) >= MAX_DEPTH or len(found) >= MAX_RUNS:
+        if len(found) >= MAX_RUNS:
+            break
+        if len(path.relative_to(root).parts) >= MAX_DEPTH:
             below.clear()
         below[:] = sorted(name for name in below if not name.startswith("."))
     return found

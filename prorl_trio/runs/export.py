@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.edges.viewer.pages import one_file
+from prorl_trio.runs.book import shown_path
 from prorl_trio.runs.rollout_view import RolloutView
 from prorl_trio.types.errors import ConfigError
 
@@ -38,7 +39,9 @@ def export_html(book: RunBook, jobs: Collection[str] = ()) -> bytes:
             runs.append({"about": run.about(), "rows": rows, "rollouts": rollouts})
     if missing:
         raise ConfigError(f"no run of {book.root} has a rollout {min(missing)!r}")
-    return one_file(msgspec.json.encode({"root": str(book.root), "runs": runs, "vocabulary": vocabulary}, enc_hook=str))
+    return one_file(
+        msgspec.json.encode({"root": shown_path(book.root), "runs": runs, "vocabulary": vocabulary}, enc_hook=str)
+    )
 
 
 def _rollout(book: RunBook, run: Run, row: Row, vocabulary: dict[int, str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 import numpy as np
 
+from prorl_trio.file_systems import open_regular
 from prorl_trio.runs.recording import length_of
 from prorl_trio.types.errors import ConfigError, UnknownJob
 from prorl_trio.types.models import Outcome
@@ -161,12 +162,12 @@ class OutcomeIndex:
         self._tasks = tasks or {}
         self._agent = agent
         self._lock = threading.Lock()
+        self._file = os.fdopen(open_regular(path), "rb", buffering=0)
         self._text = SearchText()
         self._extents: list[tuple[int, int]] = []
         self._places: dict[str, int] = {}
         self._end = HEADER_BYTES
         self.rows: list[Row] = []
-        self._file = path.open("rb", buffering=0)
         try:
             self.refresh()
         except ConfigError:
@@ -209,16 +210,19 @@ class OutcomeIndex:
             yield self._end, self._end + length
 
     def _add(self, data: bytes, start: int, end: int) -> None:
-        try:
-            found = _decode(data)
-            row = self._row(found)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{self._path}: the outcome at byte {start} cannot be read: {exc}") from exc
+        found = self._outcome(data, start)
+        row = self._row(found)
         self._text.add(_texts(found))
         self._places[row.job_id] = row.place
         self._extents.append((start, end))
         self._end = end
         self.rows.append(row)
+
+    def _outcome(self, data: bytes, start: int) -> Outcome:
+        try:
+            return _decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise ConfigError(f"{self._path}: the outcome at byte {start} cannot be read: {exc}") from exc
 
     def _row(self, found: Outcome) -> Row:
         trajectory, timing = found.trajectory, found.timing
@@ -265,9 +269,9 @@ class OutcomeIndex:
             raise UnknownJob(f"no outcome of a job {job_id!r} is in this run") from None
 
     def read(self, job_id: str) -> Outcome:
-        """Return a whole outcome, read from the disk. Raises UnknownJob if the id is unknown."""
+        """Return a whole outcome, read from the disk. Raises UnknownJob if the id is unknown, and ConfigError."""
         start, end = self._extents[self.row(job_id).place]
-        return _decode(os.pread(self._file.fileno(), end - start, start))
+        return self._outcome(os.pread(self._file.fileno(), end - start, start), start)
 
     def select(self, wanted: RowFilter) -> list[Row]:
         """Return the rows that match, sorted."""
@@ -333,10 +337,12 @@ def _texts(found: Outcome) -> Iterator[str]:
 
 
 def _scalars(value: object) -> Iterator[str]:
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _scalars(item)
-    else:
-        yield str(value)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
+        else:
+            yield str(value)

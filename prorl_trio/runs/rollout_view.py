@@ -160,7 +160,7 @@ class RolloutView:
     def text(self, part: str, offset: int, limit: int) -> dict[str, Any]:
         """Return characters of a text that `about` truncated, or (`received.TURN`) of a turn's received tokens."""
         name, _, number = part.partition(".")
-        if name == "received" and number.isdecimal() and int(number) < len(self._trajectory.turns):
+        if name == "received" and number in map(str, range(len(self._trajectory.turns))):
             turn = self._trajectory.turns[int(number)]
             ids = self._trajectory.segments[turn.segment].token_ids[self._begins[int(number)] : turn.completion_start]
             text = f"{ids.tolist()}" if self.vocabulary is None else self.vocabulary.decode(ids.tolist())
@@ -237,7 +237,7 @@ def _plain(struct: msgspec.Struct, *names: str) -> dict[str, Any]:
 def _segments(trajectory: Trajectory) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, segment in enumerate(trajectory.segments):
-        above = found[segment.parent]["lane"] if segment.parent is not None and segment.parent < index else 0
+        above = found[segment.parent]["lane"] if segment.parent is not None and 0 <= segment.parent < index else 0
         found.append(
             {
                 **_plain(segment, "parent", "reason", "shared", "agent", "agent_type", "spans"),
@@ -255,7 +255,10 @@ def _arguments(call: ToolCall) -> str:
 
 
 def _pretty(value: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(keyed(value), enc_hook=str), indent=2).decode()
+    try:
+        return msgspec.json.format(msgspec.json.encode(keyed(value), enc_hook=str), indent=2).decode()
+    except RecursionError:
+        return "(nested too deeply to be shown)"
 
 
 def keyed(value: Any) -> Any:

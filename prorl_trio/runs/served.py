@@ -15,6 +15,7 @@ from prorl_trio.edges.rest.call import ApiError, Endpoint
 from prorl_trio.edges.serve import Server
 from prorl_trio.edges.tcp import open_listeners
 from prorl_trio.edges.viewer.pages import viewer_endpoints
+from prorl_trio.runs.book import shown_path
 from prorl_trio.runs.index import RowFilter, groups_of
 from prorl_trio.runs.rollout_view import keyed
 from prorl_trio.threads import run_sync
@@ -52,7 +53,7 @@ def run_endpoints(book: RunBook) -> list[Endpoint]:
 
     def runs(_query: ViewQuery) -> object:
         found = [run.describe() for run in book.runs()]
-        return {"root": str(book.root), "runs": sorted(found, key=lambda each: -each["changed_s"])}
+        return {"root": shown_path(book.root), "runs": sorted(found, key=lambda each: -each["changed_s"])}
 
     def about(query: ViewQuery) -> object:
         return book.run(query.run).about()
@@ -106,7 +107,7 @@ def _endpoint(path: str, find: Callable[[ViewQuery], object], summary: str) -> E
     def work(wanted: ViewQuery) -> bytes:
         try:
             return msgspec.json.encode(find(wanted), enc_hook=str)
-        except (ConfigError, OSError) as exc:
+        except (ConfigError, OSError, RecursionError) as exc:
             raise ApiError(422, ErrorDetail(code="unreadable", message=str(exc))) from exc
 
     async def answer(call: Call) -> Response:

@@ -156,6 +156,8 @@ UV_OF_TESTS = Path(sys.executable).with_name("uv")
 
 def test_uv_installs_and_removes_what_pip_was_asked_to_from_where_pip_would(folder, shelf, monkeypatch):
     monkeypatch.setattr(venv, "_uv", lambda: UV_OF_TESTS)
+    (shelf / "uv.toml").write_text('required-version = "==0.0.1"\n')  # of a project; pip reads none
+    monkeypatch.chdir(shelf)
     log = folder.parent / "log"
     log.unlink()
     install(folder, "by uv", TAKE, IMPORT, REMOVE)
@@ -165,12 +167,15 @@ def test_uv_installs_and_removes_what_pip_was_asked_to_from_where_pip_would(fold
         install(folder, "again", IMPORT)
 
 
-@pytest.mark.parametrize("uv", [None, "false"])
-def test_pip_does_what_uv_cannot(folder, shelf, monkeypatch, uv):
-    monkeypatch.setattr(venv, "_uv", lambda: uv and Path(shutil.which(uv)))
-    (folder.parent / "log").unlink()
-    install(folder, f"by pip, {uv}", TAKE, IMPORT, REMOVE)
-    assert "Successfully installed shelved-1.0" in (folder.parent / "log").read_text()
+def test_pip_does_what_uv_cannot_and_no_log_has_the_password_of_an_index(folder, shelf, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://user:s3cret@127.0.0.1:1/simple")
+    for uv in (None, Path("/bin/false"), Path("/nowhere/uv")):
+        monkeypatch.setattr(venv, "_uv", lambda uv=uv: uv)
+        (folder.parent / "log").unlink()
+        install(folder, f"by pip, {uv}", TAKE, IMPORT, REMOVE)
+        log = (folder.parent / "log").read_text()
+        assert "Successfully installed shelved-1.0" in log
+        assert "s3cret" not in log
 
 
 def test_where_there_is_no_uv_set_up_goes_on_with_pip(tmp_path, monkeypatch, capsys):

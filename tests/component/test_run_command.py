@@ -13,6 +13,17 @@ from support.own_handler import MODULE
 pytestmark = pytest.mark.timeout(60)
 
 
+UNMADE = """
+from my_env import SupportHandler
+
+class Needy(SupportHandler):
+    def __init__(self, url): ...
+
+class Leaving(SupportHandler):
+    def __init__(self): raise SystemExit(9)
+"""
+
+
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -21,7 +32,8 @@ def tasks(tmp_path, monkeypatch):
     rows = [f'{{"instance_id": "t{n}", "handler": "support", "payload": {{"request": "help {n}"}}}}' for n in range(3)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
     yield "tasks.jsonl"
-    sys.modules.pop("my_env", None)
+    for name in ("my_env", "unmade"):
+        sys.modules.pop(name, None)
 
 
 def run(*arguments):
@@ -49,10 +61,17 @@ def test_a_bug_of_the_handler_is_shown_with_its_line(tasks):
     [
         ("my_env:Missing", "'my_env:Missing' cannot be loaded"),
         ("my_env:run_agent", "'my_env:run_agent' is not a subclass of AgentHandler"),
+        ("../my_env:SupportHandler", "'../my_env:SupportHandler' is not MODULE:CLASS"),
+        ("a:b:c", "'a:b:c' is not MODULE:CLASS"),
+        ("leaving:X", "'leaving:X' cannot be loaded: SystemExit: 7 ("),
+        ("unmade:Needy", "'unmade:Needy' cannot be created: TypeError: "),
+        ("unmade:Leaving", "'unmade:Leaving' cannot be created: SystemExit: 9 ("),
         ("nobody", "no handler is called 'nobody'; name a class as MODULE:CLASS"),
     ],
 )
-def test_what_is_no_handler_is_named(tasks, target, said):
+def test_what_is_no_handler_is_named(tasks, tmp_path, target, said):
+    (tmp_path / "leaving.py").write_text("raise SystemExit(7)")
+    (tmp_path / "unmade.py").write_text(UNMADE)
     done = run(target, "--task", tasks)
     assert done.exit_code == 1
     assert said in done.stderr

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +21,12 @@ import numpy as np
 import pytest
 import trio
 
+from prorl_trio.cli.view import view
 from prorl_trio.edges.viewer.pages import HEADERS, MODULES
+from prorl_trio.runs import book as runs_book
 from prorl_trio.runs.book import RunBook
 from prorl_trio.runs.export import export_html
-from prorl_trio.runs.index import OutcomeIndex, RowFilter, groups_of
+from prorl_trio.runs.index import OutcomeIndex, RowFilter, _scalars, groups_of
 from prorl_trio.runs.recording import OutcomeFile, read_outcomes
 from prorl_trio.types.errors import ConfigError, UnknownJob
 from prorl_trio.types.models import Outcome, Trajectory
@@ -258,6 +263,67 @@ async def test_a_damaged_run_is_an_error_that_names_it_and_the_others_are_shown(
         assert (await ask(service, "runs/about", run=sound.name))["rollouts"] == 1
 
 
+async def test_a_run_that_was_removed_leaves_the_list_and_the_others_stay(tmp_path):
+    outcome = Writer(tmp_path / "model").rollout("a", "g", 1.0)
+    for name in ("gone", "kept"):
+        write_run(tmp_path / "root" / name, [outcome])
+    with closing(RunBook(tmp_path / "root")) as book:
+        gone = book.run("gone")
+        shutil.rmtree(gone.path)
+        assert gone.describe()["changed_s"] == 0.0  # removed after it was found
+        assert [run.run_id for run in book.runs()] == ["kept"]
+
+
+def test_a_run_that_is_cut_off_while_it_is_shown_is_an_error_that_names_it(tmp_path):
+    run = write_run(tmp_path / "run", [Writer(tmp_path / "model").rollout("a", "g", 1.0)])
+    with closing(RunBook(run)) as book:
+        assert len(book.index(".").rows) == 1
+        os.truncate(run / "trajectories.msgpack", 100)
+        with pytest.raises(ConfigError, match=r"run/trajectories\.msgpack: the outcome at byte 5"):
+            book.index(".").read("a")
+
+
+@pytest.mark.parametrize("curve", [{"steps": 5}, {"steps": [1]}, {"evaluations": {"a": 1}}])
+def test_a_curve_of_another_program_is_none(tmp_path, curve):
+    run = write_run(tmp_path / "run", [])
+    (run / "curve.json").write_bytes(msgspec.json.encode(curve))
+    with closing(RunBook(run)) as book:
+        assert (book.run(".").about()["curve"], book.run(".").describe()["kind"]) == ({}, "run")
+
+
+def test_a_folder_whose_name_is_no_utf8_is_shown(tmp_path):
+    write_run(tmp_path / "x", []).rename(tmp_path / os.fsdecode(b"x\xff"))
+    with closing(RunBook(tmp_path)) as book:
+        assert [run["about"]["name"] for run in exported(export_html(book))[3]["runs"]] == ["x\\xff"]
+
+
+def test_nobody_waits_for_a_pipe(tmp_path):
+    for name in ("trajectories.msgpack", "run.json", "curve.json"):
+        os.mkfifo(tmp_path / name)
+    with closing(RunBook(tmp_path)) as book:
+        assert book.run(".").describe()["rollouts"] == 0
+        with pytest.raises(OSError, match="not a regular file"):
+            book.index(".")
+
+
+def test_what_a_policy_nested_too_deeply_hides_nothing_else(tmp_path):
+    nested: object = 0
+    for _ in range(700):
+        nested = [nested]
+    outcome = msgspec.structs.replace(Writer(tmp_path / "model").rollout("a", "g", 1.0), details={"checks": nested})
+    with closing(RunBook(write_run(tmp_path / "run", [outcome]))) as book:
+        assert book.rollout(".", "a").about["details"] == "(nested too deeply to be shown)"
+        assert len(exported(export_html(book))[3]["runs"][0]["rollouts"]) == 1
+
+
+def test_a_search_looks_into_what_is_nested_deeply():
+    nested: object = "needle"
+    for _ in range(5000):
+        nested = {"x": (nested,)}
+    assert list(_scalars({"found": nested, "other": 1}))[-1] == "found"
+    assert "needle" in _scalars(nested)
+
+
 # ---------------------------------------------------------------- who is refused
 
 
@@ -271,6 +337,7 @@ async def test_a_damaged_run_is_an_error_that_names_it_and_the_others_are_shown(
         ("runs/rollout?run=main&job=nobody", 404),
         ("runs/rollout?run=learning&job=run-0-0", 404),
         ("runs/text?run=main&job=run-0-0&part=received.99", 404),
+        (f"runs/text?run=main&job=run-0-0&part=received.{'9' * 5000}", 404),
         ("runs/text?run=main&job=run-0-0&part=..%2F..%2Frun.json", 404),
         ("runs/tokens?run=main&job=run-0-0&segment=7", 404),
         ("runs/tokens?run=main&job=run-lost&segment=0", 404),
@@ -430,6 +497,18 @@ def test_a_folder_without_runs_is_refused(tmp_path):
         RunBook(tmp_path)
 
 
+def test_a_model_that_is_asked_for_must_be_there(root, tmp_path):
+    with pytest.raises(ConfigError, match="misspelt has no tokenizer"):
+        RunBook(root, tmp_path / "misspelt")
+
+
+def test_a_tree_of_more_runs_is_searched_no_further(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs_book, "MAX_RUNS", 2)
+    for name in "abc":
+        write_run(tmp_path / name, [])
+    assert [run.run_id for run in RunBook(tmp_path).runs()] == ["a", "b"]
+
+
 def test_a_run_that_comes_later_is_found(tmp_path):
     book = RunBook(write_learning(tmp_path))
     with pytest.raises(UnknownJob):
@@ -473,3 +552,13 @@ def test_the_command_exports_what_is_asked_for(root, tmp_path):
     assert (done.returncode, "one.html" in done.stdout) == (0, True), done.stderr
     (run,) = exported(target.read_bytes())[3]["runs"]
     assert [row["job_id"] for row in run["rows"]] == ["run-1-3"]
+
+
+def test_the_command_may_open_as_many_runs_as_it_is_given(root, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        view.callback(root, False, "127.0.0.1", 0, None, tmp_path / "all.html", ())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

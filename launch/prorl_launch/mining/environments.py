@@ -208,7 +208,7 @@ def _install(wanted: list[str], folder: Path) -> None:
     environment = {**os.environ, **uv_environment(settings)}
     try:
         done = subprocess.run(
-            [*argv, "--no-config", "--only-binary=:all:", "--link-mode=copy", *index_options(settings), *wanted],
+            [*argv, "--only-binary=:all:", "--link-mode=copy", *index_options(settings), *wanted],
             capture_output=True,
             text=True,
             timeout=INSTALL_TIMEOUT_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prorl_trio.plugins import load_class, load_plugins
+from prorl_trio.plugins import described, load_class, load_plugins
 from prorl_trio.tasks.handlers.base import AgentHandler
 from prorl_trio.types.errors import ConfigError, UnknownHandler
 
@@ -29,9 +29,9 @@ class HandlerRegistry:
         """Load every declared handler class, create one instance of each, and add the handlers `more`.
 
         Raises:
-            ConfigError: see `load_plugins`; or two handlers have the same name.
+            ConfigError: see `load_plugins`; or one cannot be created, or two handlers have the same name.
         """
-        return cls([*(handler() for handler in load_plugins(GROUP, AgentHandler).values()), *more])
+        return cls([*(_create(handler) for handler in load_plugins(GROUP, AgentHandler).values()), *more])
 
     @property
     def names(self) -> list[str]:
@@ -55,14 +55,21 @@ def find_handler(target: str) -> AgentHandler:
     """Return the handler of the class `MODULE:CLASS`, or an installed handler by its name.
 
     Raises:
-        ConfigError: the class cannot be loaded, or no installed handler has that name.
+        ConfigError: the class cannot be loaded or created, or no installed handler has that name.
     """
     if ":" in target:
-        handler: AgentHandler = load_class(target, AgentHandler)()
-        return handler
+        return _create(load_class(target, AgentHandler))
     registry = HandlerRegistry.from_entry_points()
     if target not in registry.names:
         raise ConfigError(
             f"no handler is called {target!r}; name a class as MODULE:CLASS, or: {', '.join(registry.names)}"
         )
     return registry.get(target)
+
+
+def _create(kind: type[AgentHandler]) -> AgentHandler:
+    try:
+        return kind()
+    except (Exception, SystemExit) as exc:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        raise ConfigError(f"{name!r} cannot be created: {described(exc, kind.__module__)}") from exc

@@ -20,7 +20,7 @@ const HEAT_NAMES = ["p \u2265 .98", "\u2265 .9", "\u2265 .7", "\u2265 .5", "\u22
 const VERSIONS = 6;
 
 const heatOf = (logprob) => {
-  const found = HEAT.findIndex((bound) => logprob >= bound);
+  const found = HEAT.findIndex((bound) => logprob !== null && logprob >= bound);
   return found < 0 ? HEAT.length : found;
 };
 
@@ -98,7 +98,7 @@ export function tokenView(query, segments, index, at, signal) {
   const tell = (token) => {
     const [place, id, logprob, kind, span] = token.facts;
     const parts = [`place ${number(place)}`, `id ${id}`, KINDS[kind], JSON.stringify(token.textContent)];
-    if (kind === "s") parts.push(`log-probability ${logprob.toFixed(4)}`, `p ${Math.exp(logprob).toFixed(4)}`);
+    if (kind === "s" && logprob !== null) parts.push(`log-probability ${logprob.toFixed(4)}`, `p ${Math.exp(logprob).toFixed(4)}`);
     if (span >= 0) {
       const { policy_version: version, engine, temperature = 1, constraint } = segment.spans[span];
       parts.push(`version ${version}`, engine, `temperature ${temperature}`);
