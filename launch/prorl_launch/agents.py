@@ -48,9 +48,7 @@ def list_agents() -> None:
 
 @agents.command()
 @click.argument("names", nargs=-1, required=True)
-@click.option(
-    "--if-possible", is_flag=True, help="Warn about agents that cannot be installed, and go on with the next."
-)
+@click.option("--if-possible", is_flag=True, help="Warn about agents that cannot be installed, and continue.")
 def install(names: tuple[str, ...], if_possible: bool) -> None:
     """Install agents from npm or PyPI into the cache, for sandboxes on this machine. Installed agents are skipped."""
     known = presets()

@@ -50,8 +50,10 @@ def setup(parts: tuple[str, ...], engine: EngineKind) -> None:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--no-engine", is_flag=True, help="Backends run elsewhere: do not ask for an engine and a model here.")
-@click.option("--slurm", is_flag=True, help="Look as well at what a fleet by Slurm needs, here or in a job.")
+@click.option(
+    "--no-engine", is_flag=True, help="Do not check for an engine and a model, because backends run elsewhere."
+)
+@click.option("--slurm", is_flag=True, help="Also check the requirements of a Slurm fleet, here or within a job.")
 def doctor(as_json: bool, no_engine: bool, slurm: bool) -> None:
     """Report what is installed, what is missing, and how to fix it.
 

@@ -31,7 +31,13 @@ MIN_COMPLETED_SHARE = 0.75
 
 @click.command()
 @click.option("--tasks", default="sums", show_default=True, help="A task set (sums, gsm8k), or a JSONL file of tasks.")
-@click.option("--questions", type=click.IntRange(1), default=32, show_default=True, help="The first of the task set.")
+@click.option(
+    "--questions",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Use the first N questions of the task set.",
+)
 @click.option("--rollouts", type=click.IntRange(1), default=4, show_default=True, help="Rollouts per question.")
 @click.option("--max-turns", type=click.IntRange(1), default=3, show_default=True)
 @agent_option
@@ -39,8 +45,10 @@ MIN_COMPLETED_SHARE = 0.75
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.4, show_default=True)
 @click.option("--provider", type=click.Choice(["auto", "apptainer", "bubblewrap"]), default="auto", show_default=True)
 @click.option("--backend", help="Use this vLLM server (http://host:port) instead of starting one on the CPU.")
-@click.option("--model", type=click.Path(path_type=Path), help="With --backend: the folder of the model it serves.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record here.")
+@click.option("--model", type=click.Path(path_type=Path), help="With --backend: folder of the served model.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record below this folder."
+)
 def demo(
     tasks: str,
     questions: int,

@@ -22,13 +22,15 @@ _LOG = "engine.log"
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="The model's folder. Default: the demo's, SmolLM2-135M.",
 )
-@click.option("--port", type=click.IntRange(0, 65_535), default=8000, show_default=True, help="0 takes any free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65_535), default=8000, show_default=True, help="Port; 0 takes any free one."
+)
 @click.option(
     "--max-model-len", type=click.IntRange(1), default=4096, show_default=True, help="Longest context, in tokens."
 )
-@click.option("--dtype", default="", help="Of weights, as vLLM has it. Default: the fastest that this machine has.")
+@click.option("--dtype", default="", help="Data type of the weights, as in vLLM. Default: the fastest on this machine.")
 @click.option(
-    "--log", "log_file", type=click.Path(dir_okay=False, path_type=Path), help="Default: in the cache folder."
+    "--log", "log_file", type=click.Path(dir_okay=False, path_type=Path), help="Log file. Default: in the cache folder."
 )
 @click.argument("vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION OF VLLM]...")
 def engine(

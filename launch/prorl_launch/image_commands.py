@@ -56,10 +56,14 @@ def image() -> None:
 
 @image.command()
 @click.argument("references", nargs=-1, metavar="[REFERENCE]...")
-@click.option("--tasks", type=click.Path(path_type=Path), help="Pull all that a JSONL task file names in `image`.")
-@click.option("--suite", type=click.Choice([*SUITES]), help="With --tasks: a row without an image has this suite's.")
+@click.option(
+    "--tasks", type=click.Path(path_type=Path), help="Pull all images that a JSONL task file names in `image`."
+)
+@click.option(
+    "--suite", type=click.Choice([*SUITES]), help="With --tasks: use this suite's image for rows without one."
+)
 @click.option("--again", is_flag=True, help="Pull stored images again, because a tag may have moved.")
-@click.option("--no-https", is_flag=True, help="The registry speaks plain HTTP.")
+@click.option("--no-https", is_flag=True, help="Use plain HTTP for the registry.")
 @click.option(
     "--jobs",
     type=click.IntRange(1, 64),
@@ -67,8 +71,10 @@ def image() -> None:
     show_default=True,
     help="Images that are pulled at once; .sif files follow one by one.",
 )
-@click.option("--max-gib", type=click.FloatRange(min=0), default=0.0, help="Disk space of the store; 0: no limit.")
-@click.option("--sif", is_flag=True, help="As one file each, by Apptainer, instead of layers that images share.")
+@click.option(
+    "--max-gib", type=click.FloatRange(min=0), default=0.0, help="Largest size of the store in GiB; 0: no limit."
+)
+@click.option("--sif", is_flag=True, help="Store each image as one Apptainer file, instead of shared layers.")
 def pull(
     references: tuple[str, ...],
     tasks: Path | None,
@@ -138,8 +144,8 @@ async def _pull_layers(orders: Sequence[PullOrder], jobs: int) -> int:
 
 @image.command()
 @click.argument("recipe", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--name", help="What sandboxes call it; default: the file's name without .def; a Dockerfile's folder's.")
-@click.option("--fakeroot", is_flag=True, help="For a normal user: root inside by way of /etc/subuid.")
+@click.option("--name", help="Name of the image. Default: the file name without .def, or the folder of a Dockerfile.")
+@click.option("--fakeroot", is_flag=True, help="Let a normal user build as root inside, by /etc/subuid.")
 def build(recipe: Path, name: str | None, fakeroot: bool) -> None:
     """Build an Apptainer definition file, or a Dockerfile, into the store.
 
@@ -173,7 +179,7 @@ def unpack(name: str) -> None:
 
 @image.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
-@click.option("--at", default="/", show_default=True, help="Where sandboxes see it: the path of a folder.")
+@click.option("--at", default="/", show_default=True, help="Path of the folder inside sandboxes.")
 def layer(folder: Path, at: str) -> None:
     """Store a folder as a layer, named by its content.
 
@@ -188,7 +194,7 @@ def layer(folder: Path, at: str) -> None:
 @image.command()
 @click.argument("name", metavar="IMAGE")
 @click.argument("layers", nargs=-1, required=True, metavar="LAYER...")
-@click.option("--base", default="host", show_default=True, help="The image below: `host`, a path or a stored name.")
+@click.option("--base", default="host", show_default=True, help="Base image: `host`, a path or a stored name.")
 def compose(name: str, layers: tuple[str, ...], base: str) -> None:
     """Name an image made of a base and stored layers, lowest first. Nothing is copied."""
     try:

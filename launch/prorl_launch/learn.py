@@ -124,12 +124,14 @@ class TrainingFailed(ServiceError):
 
 
 @click.command()
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the demonstrations and problems.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the demonstrations and problems.")
 @click.option("--steps", type=click.IntRange(1), help="Policy updates (30; with --quick 2).")
 @click.option(
-    "--no-dynamic", is_flag=True, help="Train on every group, also where all or none are right: for comparison."
+    "--no-dynamic",
+    is_flag=True,
+    help="Train on every group, for comparison, even if all or none of its rollouts are correct.",
 )
-@click.option("--quick", is_flag=True, help="In three minutes: all parts work, little is learned.")
+@click.option("--quick", is_flag=True, help="Run all parts in three minutes; the policy learns little.")
 @click.option(
     "--objective", type=click.Choice(["dapo", "grpo", "dr-grpo", "rloo", "ppo"]), default="dapo", show_default=True
 )
@@ -137,11 +139,13 @@ class TrainingFailed(ServiceError):
     "--agent",
     metavar="NAME",
     default="",
-    help="Sums by a program in place of the node's own agent: one with short prompts, as pydantic-ai (`agents list`).",
+    help="Train on sums through this agent program; choose one with short prompts, such as pydantic-ai.",
 )
 @click.option("--provider", type=click.Choice(["auto", "apptainer", "bubblewrap"]), default="auto", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record here.")
-@click.option("--resume", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Go on with this run.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record below this folder."
+)
+@click.option("--resume", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Resume this run.")
 def learn(
     seed: int,
     steps: int | None,

@@ -107,7 +107,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="prorl-trio")
-@click.option("-v", "--verbose", is_flag=True, help="Log everything, as --log-level debug does.")
+@click.option("-v", "--verbose", is_flag=True, help="Log everything. The same as --log-level debug.")
 @click.option(
     "--log-level",
     envvar="PRORL_LOG_LEVEL",
@@ -121,7 +121,8 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     type=click.Choice(LOG_FORMATS),
     default="auto",
     show_default=True,
-    help="json: one object a line; auto: colours on a terminal, text elsewhere; or PRORL_LOG_FORMAT.",
+    help="`json` writes one object per line; `auto` writes colours on a terminal and text "
+    "elsewhere; or PRORL_LOG_FORMAT.",
 )
 @click.pass_context
 def main(context: click.Context, verbose: bool, log_level: str | None, log_format: LogFormat) -> None:

@@ -63,10 +63,8 @@ def list_(node: Node, as_json: bool) -> None:
 @backends.command()
 @connection_options
 @_BACKEND
-@click.option(
-    "--weight", type=click.FloatRange(min=0, min_open=True), help="Its share of rollouts beside others. Default: 1."
-)
-@click.option("--when-up", is_flag=True, help="Add it also if it is down now: it joins when it is up.")
+@click.option("--weight", type=click.FloatRange(min=0, min_open=True), help="Relative share of rollouts. Default: 1.")
+@click.option("--when-up", is_flag=True, help="Add the backend even if it is down; it joins once it is up.")
 def add(node: Node, backend: str, weight: float | None, when_up: bool) -> None:
     """Probe the engine at URL and add it to the pool. A draining backend accepts rollouts again."""
     _ask(node, lambda client: client.add_backend(backend, weight=weight, when_up=when_up))

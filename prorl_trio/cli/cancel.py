@@ -31,11 +31,15 @@ def _tags(_context: click.Context, _parameter: click.Parameter, values: Sequence
 @click.command()
 @connection_options
 @click.argument("job_ids", nargs=-1, metavar="[JOB_ID]...")
-@click.option("--group", metavar="ID", help="The jobs of this group.")
-@click.option("--tag", "tags", multiple=True, metavar="NAME:VALUE", callback=_tags, help="The jobs with this tag.")
-@click.option("--session", metavar="ID", help="The jobs of this session; `top` lists sessions.")
-@click.option("--all", "everything", is_flag=True, help="All jobs of the node.")
-@click.option("--reason", default="cancelled by an operator", show_default=True, help="Becomes the outcomes' error.")
+@click.option("--group", metavar="ID", help="Cancel the jobs of this group.")
+@click.option(
+    "--tag", "tags", multiple=True, metavar="NAME:VALUE", callback=_tags, help="Cancel the jobs with this tag."
+)
+@click.option("--session", metavar="ID", help="Cancel the jobs of this session; `top` lists sessions.")
+@click.option("--all", "everything", is_flag=True, help="Cancel all jobs of the node.")
+@click.option(
+    "--reason", default="cancelled by an operator", show_default=True, help="Reason, recorded as the outcomes' error."
+)
 def cancel(
     node: Node,
     job_ids: tuple[str, ...],

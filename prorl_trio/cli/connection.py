@@ -38,31 +38,32 @@ _OPTIONS = (
         default="ws://127.0.0.1:8700",
         show_default=True,
         callback=_node_url,
-        help="The node, or PRORL_URL.",
+        help="URL of the node; or PRORL_URL.",
     ),
     click.option(
         "--endpoint-file",
         envvar="PRORL_ENDPOINT_FILE",
         type=click.Path(dir_okay=False),
-        help="In place of --url: the file in which the node says where it listens, its listen.endpoint_file.",
+        help="Instead of --url: the node's listen.endpoint_file, which contains its address.",
     ),
     click.option(
         "--fleet",
         envvar="PRORL_FLEET",
         type=click.Path(file_okay=False),
-        help="In place of --url: the head of the fleet in this folder, the fleet.dir of its nodes. Needs no --token.",
+        help="Instead of --url: the fleet's folder (fleet.dir of its nodes). Uses the fleet's head "
+        "and needs no --token.",
     ),
     click.option(
         "--tls-ca",
         envvar="PRORL_TLS_CA",
         type=click.Path(exists=True, dir_okay=False),
-        help="For wss://: a PEM file with the certificates to believe; without, the system's.",
+        help="For wss://: PEM file of trusted certificates. Default: the system's.",
     ),
     click.option(
         "--token",
         envvar="PRORL_TOKEN",
         show_envvar=True,
-        help="The node's token; better in the environment than on the command line.",
+        help="The node's token. Prefer PRORL_TOKEN, because other users can read command lines.",
     ),
 )
 

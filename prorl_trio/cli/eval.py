@@ -50,31 +50,43 @@ def _no_nan(context: click.Context, option: click.Parameter, value: float | None
 @click.option(
     "--specs",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON of how published repositories run their tests.",
+    help="JSON file that describes how published repositories run their tests.",
 )
 @skip_bad_option
-@click.option("--oracle", is_flag=True, help="Run the tasks' own solutions in place of a policy.")
-@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many tasks.")
-@click.option("--n", "rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts of a task.")
-@click.option("--k", "ks", multiple=True, type=click.IntRange(min=1), help="Of a pass@k; again for more. [1 and N]")
-@click.option("--temperature", type=click.FloatRange(min=0), help="Of sampling; 0 is greedy. [0 for --n 1]")
+@click.option("--oracle", is_flag=True, help="Run the tasks' own solutions instead of a policy.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N tasks.")
+@click.option("--n", "rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per task.")
+@click.option(
+    "--k", "ks", multiple=True, type=click.IntRange(min=1), help="Report pass@k for this k. Repeatable. [1 and N]"
+)
+@click.option("--temperature", type=click.FloatRange(min=0), help="Sampling temperature; 0 is greedy. [0 for --n 1]")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--max-turns", type=click.IntRange(min=1), default=8, show_default=True, help="Per rollout.")
 @agent_option
 @click.option("--max-output-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Per turn.")
-@click.option("--attempts", type=click.IntRange(1, 100), default=3, show_default=True, help="If infrastructure fails.")
+@click.option(
+    "--attempts",
+    type=click.IntRange(1, 100),
+    default=3,
+    show_default=True,
+    help="Retries of a rollout whose infrastructure failed.",
+)
 @click.option(
     "--correct-from",
     type=click.FloatRange(-1e9, 1e9),
     callback=_no_nan,
-    help="Least reward of a correct rollout, for pass@k; also with --resume. [1]",
+    help="Smallest reward of a correct rollout, for pass@k; also with --resume. [1]",
 )
-@click.option("--model", default="", help="Folder of the model, with which `show` turns tokens into text.")
+@click.option("--model", default="", help="Model folder, with which `show` decodes tokens.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record below it."
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record below this folder."
 )
-@click.option("--resume", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Go on with this folder.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as flat JSON; the rest on standard error.")
+@click.option(
+    "--resume", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Resume the run in this folder."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the figures as flat JSON; other output goes to standard error."
+)
 @click.pass_context
 def eval(
     context: click.Context,

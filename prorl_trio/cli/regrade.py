@@ -45,9 +45,9 @@ MAX_LINES = 20
 @click.command()
 @connection_options
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--tasks", help="Grade by this task set or JSONL file, found by instance_id. [those of the run]")
-@click.option("--out", type=click.Path(path_type=Path), help="Record below this folder. [the one that RUN is in]")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; the rest on standard error.")
+@click.option("--tasks", help="Grade with the tasks of this set or JSONL file, by instance_id. [the run's tasks]")
+@click.option("--out", type=click.Path(path_type=Path), help="Record below this folder. [the folder of RUN]")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; other output goes to standard error.")
 def regrade(node: Node, run: Path, tasks: str | None, out: Path | None, as_json: bool) -> None:
     """Grade the rollouts of a recorded run again, without sampling.
 

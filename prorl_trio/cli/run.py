@@ -60,18 +60,18 @@ class _Sink:
     "--policy",
     default=ECHO,
     show_default=True,
-    help="The URL of an engine; or `echo`, which has no model and repeats what it was told last.",
+    help="URL of an engine; or `echo`, which has no model and repeats the last message.",
 )
-@click.option("--model", type=click.Path(path_type=Path), help="With a URL: the folder with the model's tokenizer.")
+@click.option("--model", type=click.Path(path_type=Path), help="Folder of the model's tokenizer. Required with a URL.")
 @click.option(
     "--provider",
     default="auto",
     show_default=True,
-    help="The provider of sandboxes, as in sandbox.provider of node.toml.",
+    help="Sandbox provider, as sandbox.provider in node.toml.",
 )
-@click.option("--max-turns", type=click.IntRange(1), default=8, show_default=True, help="Turns of a rollout.")
+@click.option("--max-turns", type=click.IntRange(1), default=8, show_default=True, help="Most turns per rollout.")
 @click.option(
-    "--max-output-tokens", type=click.IntRange(1), default=2048, show_default=True, help="Sampled tokens of a turn."
+    "--max-output-tokens", type=click.IntRange(1), default=2048, show_default=True, help="Most sampled tokens per turn."
 )
 def run(
     handler: str,

@@ -51,8 +51,8 @@ def _refuse_rest_port(_context: click.Context, _parameter: click.Parameter, valu
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option(
     "--token",
-    help="The trainers' password, instead of the file's. Better set PRORL_TOKEN: others can see command lines. A token "
-    "in the file that differs from PRORL_TOKEN is an error.",
+    help="Token for trainers, instead of the file's. Prefer PRORL_TOKEN, because other users can "
+    "read command lines. PRORL_TOKEN and a token in the file must be equal.",
 )
 @click.option(
     "--port", type=click.IntRange(0, 65_535), help="The node's port, instead of listen.port (0: any free one)."
@@ -64,22 +64,21 @@ def _refuse_rest_port(_context: click.Context, _parameter: click.Parameter, valu
     multiple=True,
     metavar="URL[,weight=W]",
     callback=_weighted_urls,
-    help="An LLM backend, instead of those of backends.urls; may be given again. Of weight 2, it gets twice as many "
-    "rollouts as one of weight 1, which is the default.",
+    help="LLM backend, instead of backends.urls. Repeatable. With weight 2 it gets twice as many "
+    "rollouts as with 1, the default.",
 )
 @click.option(
     "--handler",
     "handlers",
     multiple=True,
     metavar="MODULE:CLASS",
-    help="A handler class beside those of installed packages; may be given again. Modules of the working directory are "
-    "found.",
+    help="Handler class, in addition to installed ones; modules in the working directory are found. Repeatable.",
 )
 @click.option(
     "--on-hangup",
     type=click.Choice(get_args(OnHangup)),
-    help="What SIGHUP means, instead of the file's on_hangup. auto, the default: drain if the node was started from a "
-    "terminal, which is gone then; else reload.",
+    help="Effect of SIGHUP, instead of on_hangup in the file. `auto`, the default, drains a node "
+    "started from a terminal, and reloads any other.",
 )
 def serve(
     config_path: Path,

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("job_id", required=False)
-@click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one the run remembers.")
-@click.option("--sides", is_flag=True, help="What was said before each turn, beside the tokens that the engine got.")
-@click.option("--logprobs", is_flag=True, help="Besides, each sampled token with its id and log-probability.")
-@click.option("--pager/--no-pager", default=None, help="Show it in $PAGER, or less; default: where it is too long.")
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder. Default: the run's own.")
+@click.option(
+    "--sides", is_flag=True, help="Also show the messages before each turn, beside the tokens that the engine received."
+)
+@click.option("--logprobs", is_flag=True, help="Also show each sampled token with its id and log-probability.")
+@click.option(
+    "--pager/--no-pager", default=None, help="Use $PAGER or less. Default: for output longer than the screen."
+)
 def show(run: Path, job_id: str | None, model: Path | None, sides: bool, logprobs: bool, pager: bool | None) -> None:
     """Show one recorded trajectory, or list all of a run.
 

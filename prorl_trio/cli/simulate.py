@@ -30,13 +30,17 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--config", "path", type=click.Path(path_type=Path), help="A sim.toml; by default, see below.")
-@click.option("--seed", type=int, help="Overrules the config's.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Overrules the config's.")
-@click.option("--set", "fixed", multiple=True, metavar="NAME=VALUE", help="Overrule any field of the config.")
-@click.option("--sweep", "swept", multiple=True, metavar="NAME=V1,V2,...", help="Try these values, all combinations.")
-@click.option("--double", is_flag=True, help="Also try twice of each kind of worker: what helps is what limits.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report, or the list of them, as JSON.")
+@click.option("--config", "path", type=click.Path(path_type=Path), help="Path of sim.toml. Default: see below.")
+@click.option("--seed", type=int, help="Overrides the configuration.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Overrides the configuration.")
+@click.option(
+    "--set", "fixed", multiple=True, metavar="NAME=VALUE", help="Override a field of the configuration. Repeatable."
+)
+@click.option(
+    "--sweep", "swept", multiple=True, metavar="NAME=V1,V2,...", help="Simulate all combinations of these values."
+)
+@click.option("--double", is_flag=True, help="Also simulate twice the workers of each kind, to find the bottleneck.")
+@click.option("--json", "as_json", is_flag=True, help="Print the reports as JSON.")
 def simulate(
     path: Path | None,
     seed: int | None,

@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 @click.option(
     "--specs",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON of how published repositories run their tests.",
+    help="JSON file that describes how published repositories run their tests.",
 )
 @skip_bad_option
-@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
+@click.option("--limit", type=click.IntRange(min=1), help="Submit only the first N instances.")
 @click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
 @click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True, help="Per rollout.")
 @agent_option
 @click.option("--max-output-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per turn.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Of sampling.")
-@click.option("--model", default="", help="Folder of the model, with which `show` turns tokens into text.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of the records."
+    "--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Sampling temperature."
+)
+@click.option("--model", default="", help="Model folder, with which `show` decodes tokens.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record below this folder."
 )
 def submit(
     node: Node,

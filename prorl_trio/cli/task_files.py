@@ -22,10 +22,12 @@ TASKS_HELP: Final = (
 skip_bad_option = click.option(
     "--skip-bad",
     is_flag=True,
-    help="Leave out rows that cannot be used, and name them. Without it they refuse the file.",
+    help="Skip and report unusable rows. Without this option they cause an error.",
 )
 agent_option = click.option(
-    "--agent", metavar="NAME", help="A program that works in place of the node's own agent: `prorl-trio agents list`."
+    "--agent",
+    metavar="NAME",
+    help="Agent program instead of the node's own agent; `prorl-trio agents list` has the names.",
 )
 
 

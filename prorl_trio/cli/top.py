@@ -253,10 +253,10 @@ def _seconds(seconds: float) -> str:
 
 @click.command()
 @connection_options
-@click.option("--once", is_flag=True, help="One report, then end.")
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON a report: what `status` prints.")
-@click.option("--sort", type=click.Choice(SORTS), default="progress", show_default=True, help="Order of the jobs.")
-@click.option("--stuck", "only_stuck", is_flag=True, help="Only jobs to which nothing happened for stuck_after_s.")
+@click.option("--once", is_flag=True, help="Print one report and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print each report as one line of JSON, as `status` does.")
+@click.option("--sort", type=click.Choice(SORTS), default="progress", show_default=True, help="Sort order of the jobs.")
+@click.option("--stuck", "only_stuck", is_flag=True, help="Show only jobs without progress for stuck_after_s.")
 @click.option(
     "--interval",
     "interval_s",

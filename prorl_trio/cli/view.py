@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--follow", is_flag=True, help="Show new outcomes as they are written.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on. Default: any free one.")
-@click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one each run remembers.")
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder. Default: each run's own.")
 @click.option("--export", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML file instead.")
 @click.option("--rollout", "jobs", multiple=True, help="With --export: only this job's rollout. Repeatable.")
 def view(

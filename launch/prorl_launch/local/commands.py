@@ -42,7 +42,7 @@ _HEAD_CONFIG = click.option(
     "--head-config",
     "head_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Settings of the head, as of `prorl-trio fleet --config`; where it is silent, those of the nodes.",
+    help="Settings of the head, as for `prorl-trio fleet --config`. Others are taken from the nodes.",
 )
 
 _FILE: Final = "up.lock"
@@ -143,7 +143,9 @@ def local() -> None:
     help="node.toml of every node.",
 )
 @_HEAD_CONFIG
-@click.option("--nodes", type=click.IntRange(1, 64), default=2, show_default=True, help="Nodes, each a process.")
+@click.option(
+    "--nodes", type=click.IntRange(1, 64), default=2, show_default=True, help="Number of nodes, one process each."
+)
 def up(fleet_dir: Path, config_file: Path, head_file: Path | None, nodes: int) -> None:
     """Run a fleet, nodes and head, until Ctrl-C.
 
@@ -210,7 +212,7 @@ def status(fleet_dir: Path) -> None:
     type=click.FloatRange(min=1),
     default=60.0,
     show_default=True,
-    help="Wait for at most this many seconds then.",
+    help="Then wait for at most this many seconds.",
 )
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """Stop a fleet, and wait until all of its processes have ended.

@@ -66,11 +66,17 @@ def tasks() -> None:
 @tasks.command()
 @click.argument("name", metavar="SET")
 @click.argument("packages", nargs=-1, metavar="[PACKAGE]...")
-@click.option("--pairs", type=click.IntRange(min=1), default=4, show_default=True, help="Newest pairs of releases.")
-@click.option("--hunks", type=click.IntRange(min=0), default=8, show_default=True, help="Of a release, to be tried.")
-@click.option("--per-package", type=click.IntRange(min=1), default=6, show_default=True, help="Tasks at most.")
-@click.option("--require", multiple=True, help="What the tests need besides what the packages say.")
-@click.option("--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Candidates at once; default: the cores here.")
+@click.option(
+    "--pairs", type=click.IntRange(min=1), default=4, show_default=True, help="Number of newest release pairs."
+)
+@click.option(
+    "--hunks", type=click.IntRange(min=0), default=8, show_default=True, help="Candidates to try per release."
+)
+@click.option("--per-package", type=click.IntRange(min=1), default=6, show_default=True, help="Most tasks per package.")
+@click.option("--require", multiple=True, help="Extra requirements of the tests. Repeatable.")
+@click.option(
+    "--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Candidates at a time. Default: the number of cores."
+)
 def mine(
     name: str, packages: tuple[str, ...], pairs: int, hunks: int, per_package: int, require: tuple[str, ...], jobs: int
 ) -> None:
@@ -116,13 +122,15 @@ def mine(
 
 @tasks.command()
 @click.argument("rows", metavar="FILE_OR_SET")
-@click.option("--gold", type=click.Path(path_type=Path), help="The gold patches; default: gold.jsonl beside the rows.")
-@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many rows.")
-@click.option("--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Rows at once; default: the cores here.")
+@click.option(
+    "--gold", type=click.Path(path_type=Path), help="File of gold patches. Default: gold.jsonl beside the rows."
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N rows.")
+@click.option("--jobs", type=_JOBS, default=os.cpu_count() or 1, help="Rows at a time. Default: the number of cores.")
 @click.option(
     "--results",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="JSONL file for what each check came to, a line for a row; a row that it has is not run again.",
+    help="JSONL file for the results, one line per row. Rows in the file are not run again.",
 )
 def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: Path | None) -> None:
     """Run each row's tests before a change and with the gold patch, twice, and with changes that must not solve it.
@@ -166,7 +174,7 @@ def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: 
 
 
 @tasks.command()
-@click.option("--set", "name", default="sdist-published", show_default=True, help="The set that they become.")
+@click.option("--set", "name", default="sdist-published", show_default=True, help="Name of the new set.")
 def published(name: str) -> None:
     """Port published rows (of SWE-Gym, SWE-rebench) to the nearest source archive, and verify them there.
 
@@ -188,7 +196,7 @@ def published(name: str) -> None:
 @tasks.command()
 @click.argument("name", metavar="SET")
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="JSONL file for `submit` and `eval`.")
-@click.option("--gold", type=click.Path(path_type=Path), help="File for the gold patches. Keep it from any agent.")
+@click.option("--gold", type=click.Path(path_type=Path), help="File for the gold patches. No agent may read it.")
 def export(name: str, to: Path, gold: Path | None) -> None:
     """Write the verified rows of a mined set, and print the layers that a node needs for them."""
     verified = [task for task in load_tasks(mined_set_folder(name)).values() if task.row is not None]

@@ -75,11 +75,15 @@ _HEAD_CONFIG = click.option(
     "--head-config",
     "head_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Settings of the head, as of `prorl-trio fleet --config`; where it is silent, those of the nodes.",
+    help="Settings of the head, as for `prorl-trio fleet --config`. Others are taken from the nodes.",
 )
-_LOCAL = click.option("--local-dir", default="", help="Folder on each machine's own disk, for sockets; else found.")
+_LOCAL = click.option(
+    "--local-dir", default="", help="Folder for sockets on each machine's own disk. Default: found automatically."
+)
 _PULSE = click.option(
-    "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command if no pulse arrives for this many seconds."
+    "--pulse-timeout-s",
+    type=click.FloatRange(min=1),
+    help="Stop the command if no heartbeat arrives for this many seconds.",
 )
 
 _PREFIX: Final = "SBATCH_"
@@ -218,26 +222,29 @@ def slurm() -> None:
 @slurm.command(context_settings={"ignore_unknown_options": True})
 @_FLEET
 @_CONFIG
-@click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines, with one node each.")
-@click.option("--print", "only_print", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option("--nodes", type=click.IntRange(min=1), required=True, help="Number of machines, one node each.")
+@click.option("--print", "only_print", is_flag=True, help="Print the batch script without submitting it.")
 @click.option(
     "--drain-s",
     type=click.IntRange(1, 65535),
     default=300,
     show_default=True,
-    help="Begin to drain this many seconds before the time limit.",
+    help="Start to drain this many seconds before the time limit.",
 )
-@click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
+@click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="As in `run`.")
 @_HEAD_CONFIG
 @_LOCAL
-@click.option("--engine", "engine_command", default="", help="Start an engine on each machine by this command line.")
+@click.option("--engine", "engine_command", default="", help="Command line that starts an engine on each machine.")
 @click.option(
     "--engine-port",
     type=click.IntRange(1, 65535),
     help=f"Where it serves; else a free one if the command has ${PORT_VARIABLE}, or {DEFAULT_PORT}.",
 )
 @click.option(
-    "--engine-nodes", type=click.IntRange(min=0), default=0, help="Machines for engines alone; 0: the nodes'."
+    "--engine-nodes",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Number of machines for engines only; 0: engines share the nodes' machines.",
 )
 @click.option(
     "--engine-sbatch", multiple=True, metavar="OPTION", help="Extra sbatch option for engine machines. Repeatable."
@@ -332,7 +339,9 @@ def drain(fleet_dir: Path) -> None:
 @click.option(
     "--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain for this many seconds first."
 )
-@click.option("--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait.")
+@click.option(
+    "--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait in seconds."
+)
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """Stop a fleet, wait until its job is gone, and remove the entries of killed nodes."""
     job_id = _job_of(fleet_dir)
@@ -345,8 +354,12 @@ def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @_LOCAL
 @_PULSE
-@click.option("--grace-s", type=click.FloatRange(0, 3600), default=3.0, show_default=True, help="SIGTERM to SIGKILL.")
-@click.option("--ignore-term", is_flag=True, help="Do not pass SIGTERM on: for what others need while they drain.")
+@click.option(
+    "--grace-s", type=click.FloatRange(0, 3600), default=3.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
+)
+@click.option(
+    "--ignore-term", is_flag=True, help="Do not forward SIGTERM, for programs that other tasks need during a drain."
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
     """Run a command whose processes cannot outlive this task.
@@ -362,14 +375,30 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--folder", required=True, type=click.Path(path_type=Path), help="On the shared disk, for small files.")
-@click.option("--name", default="tasks", show_default=True, help="Of the step, among those of the job.")
-@click.option("--job", "job_id", help="With the machines of this step; default: SLURM_JOB_ID.")
+@click.option(
+    "--folder", required=True, type=click.Path(path_type=Path), help="Folder on the shared disk, for small files."
+)
+@click.option("--name", default="tasks", show_default=True, help="Machines of the step.")
+@click.option("--job", "job_id", help="Job whose machines are used. Default: SLURM_JOB_ID.")
 @click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
-@click.option("--drain-file", type=click.Path(path_type=Path), help="Once it is there, the tasks get SIGTERM, once.")
-@click.option("--again-after-s", type=click.FloatRange(min=0), help="Start srun again this many seconds after it ends.")
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
-@click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
+@click.option(
+    "--drain-file", type=click.Path(path_type=Path), help="When this file appears, the tasks receive SIGTERM once."
+)
+@click.option("--again-after-s", type=click.FloatRange(min=0), help="Restart srun this many seconds after it ends.")
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two heartbeats.",
+)
+@click.option(
+    "--query-s",
+    type=click.FloatRange(min=1),
+    default=10.0,
+    show_default=True,
+    help="Seconds between two queries of Slurm.",
+)
 @click.option(
     "--controller-timeout-s",
     type=click.FloatRange(min=1),
@@ -406,8 +435,8 @@ def pulse(
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--folder", required=True, type=click.Path(path_type=Path), help="In which the nodes look for its port.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: one that is free.")
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="File in which the nodes find its port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port; 0 takes any free one.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
     """Replace this process by an engine at the port in PRORL_ENGINE_PORT, which is reserved on this machine."""
@@ -425,11 +454,11 @@ def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
 @slurm.command()
 @_FLEET
 @_CONFIG
-@click.option("--engines", default="", metavar="MACHINES", help="Those with an engine, with commas between them.")
-@click.option("--machines", default="", metavar="MACHINES", help="Those with a node, with commas between them.")
-@click.option("--engine-ports", type=click.Path(path_type=Path), help="Folder in which engines tell their ports.")
+@click.option("--engines", default="", metavar="MACHINES", help="Comma-separated machines with an engine.")
+@click.option("--machines", default="", metavar="MACHINES", help="Comma-separated machines with a node.")
+@click.option("--engine-ports", type=click.Path(path_type=Path), help="Folder in which engines write their ports.")
 @click.option(
-    "--drain-s", type=click.FloatRange(min=0), help="Drain for this many seconds where Slurm tells no end of the job."
+    "--drain-s", type=click.FloatRange(min=0), help="Drain for this many seconds if Slurm reports no end of the job."
 )
 def node(
     fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_ports: Path | None, drain_s: float | None
