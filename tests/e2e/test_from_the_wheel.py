@@ -33,7 +33,17 @@ def installed(tmp_path_factory):
     (wheel,) = folder.glob("*.whl")
     env = folder / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(env)], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(env / "bin/python"), "install", "--quiet", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(env / "bin/python"),
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-compile",
+    ]
     subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
     (site,) = env.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # whose own .pth files are not read
