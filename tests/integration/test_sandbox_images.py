@@ -231,7 +231,7 @@ async def test_no_runtime(provider_type, image_of, tmp_path, monkeypatch):
     image = image_of("glibc", "dir")
     provider = await _usable(provider_type, tmp_path)
     monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "nothing"))
-    with pytest.raises(SandboxUnavailable, match="prorl-trio image runtime"):
+    with pytest.raises(SandboxUnavailable, match="prorl-trio setup runtime"):
         async with provider.open_sandbox(SandboxSpec(image=str(image))):
             pass
 
