@@ -123,6 +123,16 @@ def _leaves_nothing(request):
         LEAKS.fail_if_any("this test", before)
 
 
+@pytest.fixture
+def signals_restored():
+    """For what ends as a process does, with the signals ignored that would change its exit code."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    former = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, former, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def quick_gc():
     """`gc.collect()` looks at what is made from here on, and no more at all that pytest holds: 0.2 s each time."""

@@ -170,13 +170,10 @@ async def test_a_third_signal_ends_the_process(monkeypatch):
     jobs = Jobs("run")
     jobs.gate = trio.Event()
     done = []
-    monkeypatch.setattr(drain_module.signal, "signal", lambda number, handler: done.append((number, handler)))
 
     def kill(_pid, number):
         done.append(number)
         jobs.gate.set()
-
-    monkeypatch.setattr(drain_module.os, "kill", kill)
 
     async def two_more(send):
         await send.send(signal.SIGTERM)
@@ -184,5 +181,8 @@ async def test_a_third_signal_ends_the_process(monkeypatch):
         assert done == []
         await send.send(signal.SIGTERM)
 
-    assert await drain_with(jobs, two_more) == 1
+    with monkeypatch.context() as patch:  # trio itself sets handlers, when the test has ended
+        patch.setattr(drain_module.signal, "signal", lambda number, handler: done.append((number, handler)))
+        patch.setattr(drain_module.os, "kill", kill)
+        assert await drain_with(jobs, two_more) == 1
     assert done == [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]

@@ -21,7 +21,7 @@ from prorl_trio.cli import main
 from prorl_trio.config import load_config, load_head_config
 from prorl_trio.types.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("signals_restored")]
 
 COMMON = """
 [model]
@@ -92,15 +92,6 @@ def config_file(tmp_path):
 @pytest.fixture
 def fleet(tmp_path):
     return tmp_path / "fleet"
-
-
-@pytest.fixture(autouse=True)
-def _own_signals():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    former = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, former, strict=True):
-        signal.signal(number, handler)
 
 
 @pytest.fixture

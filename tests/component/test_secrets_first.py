@@ -107,6 +107,7 @@ def test_edges_of_a_node(files, why):
     assert why in refusal("serve", "--config", "node.toml")
 
 
+@pytest.mark.usefixtures("signals_restored")
 def test_a_configuration_that_others_can_read_and_that_has_the_token_is_told(files):
     for mode, told in ((0o644, True), (0o600, False)):
         (files / "node.toml").write_bytes(config_with())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 
 from support.leaks import find_leaks, holdings
 
@@ -25,3 +26,12 @@ def test_a_muted_logger_is_found():
     leaks = find_leaks(before)
     logger.disabled = False
     assert leaks == ["muted logger tests.leaks"]
+
+
+def test_an_ignored_signal_is_found():
+    before = holdings()
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leaks = find_leaks(before)
+    signal.signal(signal.SIGTERM, former)
+    assert len(leaks) == 1
+    assert leaks[0].endswith("of signal 15")
