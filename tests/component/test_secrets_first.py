@@ -12,7 +12,7 @@ from prorl_trio.client import connect
 from prorl_trio.integrations.verl.node_address import NodeAddress
 from prorl_trio.types.errors import ConfigError, Unauthorized
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_restored")]
 
 
 @pytest.fixture
@@ -107,7 +107,6 @@ def test_edges_of_a_node(files, why):
     assert why in refusal("serve", "--config", "node.toml")
 
 
-@pytest.mark.usefixtures("signals_restored")
 def test_a_configuration_that_others_can_read_and_that_has_the_token_is_told(files):
     for mode, told in ((0o644, True), (0o600, False)):
         (files / "node.toml").write_bytes(config_with())
