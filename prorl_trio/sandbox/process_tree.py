@@ -256,13 +256,21 @@ class ProcessTree:
         said = self.stderr_tail()
         return f"{self._program}: {what}" + (f"; it said: {said}" if said else "")
 
-    async def _end(self) -> None:
+    def kill_init(self) -> None:
+        """Kill the whole tree if its first process is that of a PID namespace. `open_process_tree` waits for its end.
+
+        For before its connections are closed, which would make a daemon end its sessions one by one in vain.
+        """
         self._is_ending = True
+        if self.is_init and self._leader.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def _end(self) -> None:
+        self.kill_init()
         try:
             if not self.is_init:
                 await self._end_family()
             elif self._leader.returncode is None:
-                os.kill(self.pid, signal.SIGKILL)
                 await self._exits_within(KILL_TIMEOUT_S)
         except Exception as exc:  # without a descriptor or thread to inspect its processes, end the known ones
             logger.error("the processes of a sandbox cannot be looked at: %r", exc)
