@@ -154,8 +154,11 @@ class CellShell(InteractiveShell):
 
         It leaves no trace, and counts as no cell. It is repeated, because the interpreter specialises repeated code.
         """
+        known = set(linecache.cache)
         for _ in range(REHEARSALS):
-            self.run_cell("pass", store_history=False)  # type: ignore[no-untyped-call]
+            self.run_cell("pass", store_history=False, shell_futures=False)  # type: ignore[no-untyped-call]
+        for name in set(linecache.cache) - known:
+            del linecache.cache[name]
         name = "<rehearsal>"
         linecache.cache[name] = (len(_REHEARSAL), None, _REHEARSAL.splitlines(keepends=True), name)
         try:
