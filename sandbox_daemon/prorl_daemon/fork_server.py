@@ -21,7 +21,7 @@ from typing import NoReturn
 import msgspec
 import trio
 
-from prorl_daemon.daemon import serve_daemon
+from prorl_daemon.daemon import serve_sessions
 from prorl_daemon.ipython_child import preload_shell
 from prorl_daemon.namespaces import end_with_parent, fork_apart, settle
 from prorl_daemon.prestarted import fork_kernel, place, show_command_line
@@ -86,31 +86,21 @@ def rehearse_daemon() -> None:
 
     Whatever a fork changes, such as the interpreter's inline caches, is a page that it must copy. Leaves nothing.
     """
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind("")  # to an abstract name of the kernel's choice
-        listening.listen(1)
-        name = listening.getsockname()
-        start = StartLine(token=secrets.token_hex(), prestart_bash=False, isolated=True, listen_fd=listening.detach())
-    trio.run(_rehearse, name, start, clock=RunningClock(tick_s=TICK_S))
+    trio.run(_rehearse, clock=RunningClock(tick_s=TICK_S))
 
 
-async def _rehearse(name: bytes, start: StartLine) -> None:
-    async def call() -> None:
-        connection = trio.socket.socket(socket.AF_UNIX)
-        await connection.connect(name)
-        async with open_rpc_client(trio.SocketStream(connection), token=start.token) as daemon:
-            await daemon.call(Ping(), Pong, timeout_s=START_LINE_TIMEOUT_S)
+async def _rehearse() -> None:
+    ours, theirs = (trio.SocketStream(end) for end in trio.socket.socketpair())
+    start = StartLine(token=secrets.token_hex(), prestart_bash=False, isolated=True)
+
+    async def accept() -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        return theirs
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(call)
-        await serve_daemon(
-            "",
-            start,
-            accept_timeout_s=START_LINE_TIMEOUT_S,
-            stdin_fd=None,
-            prestart_ipython=False,
-            on_ready=lambda: None,
-        )
+        nursery.start_soon(serve_sessions, accept, start)
+        async with open_rpc_client(ours, token=start.token) as daemon:
+            await daemon.call(Ping(), Pong, timeout_s=START_LINE_TIMEOUT_S)
 
 
 def _try_one(uid: int, gid: int, home: str) -> str:
