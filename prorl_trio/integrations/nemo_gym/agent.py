@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+# ruff: noqa: TC002  FastAPI and pydantic read the annotations when the server starts.
 import asyncio
+import json
 import logging
 from collections import Counter
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import Body, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from nemo_gym.base_resources_server import AggregateMetrics, AggregateMetricsRequest, BaseRunRequest
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
@@ -30,7 +32,7 @@ FIRST_VERSION: Final = 0
 CLIENT_GONE: Final = 499
 
 
-class ProRLTrioAgentConfig(BaseResponsesAPIAgentConfig):
+class ProRLTrioAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
     """The configuration of the agent server.
 
     Attributes:
@@ -49,13 +51,13 @@ class ProRLTrioAgentConfig(BaseResponsesAPIAgentConfig):
     on_failure: Literal["row", "http"] = "row"
 
 
-class ProRLTrioRunRequest(BaseRunRequest):
+class ProRLTrioRunRequest(BaseRunRequest):  # type: ignore[misc]
     """A row. See `RowTask` for its field `prorl`; other fields are returned unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class ProRLTrioAgent(SimpleResponsesAPIAgent):
+class ProRLTrioAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
     """The agent server. Each `POST /run` is one job; a client that disconnects cancels it."""
 
     config: ProRLTrioAgentConfig
@@ -88,13 +90,13 @@ class ProRLTrioAgent(SimpleResponsesAPIAgent):
             self._engines.register(addresses_of(theirs.get("base_url")), FIRST_VERSION)
         return super().setup_webserver()
 
-    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming = Body()) -> NeMoGymResponse:
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
         """Refuse: a node runs whole rollouts."""
         raise HTTPException(501, "this agent server runs whole rollouts: POST /run")
 
-    async def run(self, request: Request, body: ProRLTrioRunRequest = Body()) -> Response:
+    async def run(self, request: Request, body: ProRLTrioRunRequest) -> Response:
         """Run a rollout of the row, and return a `BaseVerifyResponse`, or a failure as `on_failure` says."""
-        row = body.model_dump(mode="json", exclude_unset=True)
+        row = json.loads(await request.body())  # exactly what was sent, whereas `body` has it with defaults
         try:
             outcome = await _unless_gone(request, self._rollouts, self._template.spec_of(row))
         except (RowRefused, JobRefused) as exc:
@@ -106,7 +108,7 @@ class ProRLTrioAgent(SimpleResponsesAPIAgent):
         answer = await asyncio.to_thread(answer_of, outcome, row)
         return _json(answer) if FAILURE_CLASS not in answer else self._failure(answer, status=503)
 
-    async def aggregate_metrics(self, body: AggregateMetricsRequest = Body()) -> AggregateMetrics:
+    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Return the metrics of all rollouts with a reward, and the number of failures by their class."""
         failures = Counter(each[FAILURE_CLASS] for each in body.verify_responses if FAILURE_CLASS in each)
         scored = [each for each in body.verify_responses if FAILURE_CLASS not in each]

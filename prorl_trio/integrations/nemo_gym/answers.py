@@ -1,7 +1,7 @@
 """NeMo Gym's answers made from outcomes: items with token ids, the reward, and failures. Pure, without NeMo Gym.
 
-NeMo RL trains on one chain of tokens per rollout: the prompt of each turn begins with all tokens before it. Each segment
-of a trajectory is such a chain, so the answer has the turns of one segment, and counts the tokens of the others.
+NeMo RL trains on one chain of tokens per rollout: the prompt of each turn begins with all tokens before it. Each
+segment of a trajectory is such a chain, so the answer has the turns of one segment, and counts the tokens of others.
 """
 
 from __future__ import annotations
