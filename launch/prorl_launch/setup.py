@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _RECIPE = 2
-_PARTS = ("dev", "runtime", "engine", *get_args(environments.TrainerKind), "apptainer")
+_PARTS = ("dev", "runtime", "engine", *get_args(environments.TrainerKind), "nemo-gym", "apptainer")
 
 _COMPILE = """
 import compileall, re, sysconfig
@@ -133,6 +133,8 @@ def set_up(parts: Sequence[str], engine: environments.EngineKind) -> int:
         for trainer in get_args(environments.TrainerKind):
             if trainer in parts:
                 _setup_trainer(environments.trainer_environment(trainer, engine), checkout)
+        if "nemo-gym" in parts:
+            setup_environment(environments.nemo_gym_environment(), checkout)
         if "apptainer" in parts:
             setup_apptainer()
     except SetupError as error:
