@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,6 @@ import pytest
 import trio
 import trio.lowlevel
 
-import prorl_trio.integrations.nemo_gym as adapter
 from prorl_launch.paths import import_path
 from support.skips import because
 
@@ -23,6 +23,13 @@ TESTS = Path(__file__).parents[1]
 CHECKOUT = TESTS.parent
 AGENT = "responses_api_agents/prorl_trio_agent"
 START_TIMEOUT_S = 240
+PAGE = (CHECKOUT / "docs/nemo-gym.md").read_text()
+"""The guide: what is run here is what it shows."""
+
+
+def shown(language):
+    """The blocks of the guide in that language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def gym_python():
@@ -54,20 +61,13 @@ def free_ports(number):
 
 
 class GymRig:
-    """Gym's processes, in the folder `folder` with our agent server as the guide has it copied."""
+    """Gym's processes, in a folder of their own, by the commands of the guide."""
 
-    def __init__(self, folder, python, variables):
+    def __init__(self, folder, python):
         self.folder, self.python = folder, python
         self.ports = dict(zip(("head_server", "agent", *SERVERS), free_ports(2 + len(SERVERS)), strict=True))
-        (folder / "out").mkdir()
-        shutil.copytree(Path(adapter.__path__[0]) / AGENT, folder / AGENT)
-        servers = ((name, server, self.ports[name]) for name, server in SERVERS.items())
-        (folder / "servers.yaml").write_text("".join(map(SERVER.format, *zip(*servers, strict=True))))
-        for server in (*(f"resources_servers/{name}" for name in SERVERS.values()), AGENT):
-            venv = folder / "venvs" / server / ".venv"
-            venv.parent.mkdir(parents=True)
-            venv.symlink_to(python.parents[1])
         self.env = os.environ | {
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{import_path()}:{TESTS}",
             "HOME": str(folder),
             "RAY_ADDRESS": "local",  # whatever else runs here
@@ -76,35 +76,50 @@ class GymRig:
             "RAY_raylet_start_wait_time_s": "300",
             "RAY_USAGE_STATS_ENABLED": "0",
             "WANDB_MODE": "disabled",
-            **variables,
         }
         self.env.pop("PYTHONDONTWRITEBYTECODE", None)  # each of its processes imports the same modules
+        # One environment for all servers, whereas Gym would install one for each.
+        for server in (*(f"resources_servers/{name}" for name in SERVERS.values()), AGENT):
+            venv = folder / "venvs" / server / ".venv"
+            venv.parent.mkdir(parents=True)
+            venv.symlink_to(python.parents[1])
+
+    def write_files(self, token):
+        """What the guide has one write: the servers, and the file of the token."""
+        counter = shown("yaml")[0]
+        parts = [
+            counter.replace("counter", name).replace(SERVERS["counter"], server).replace("12002", str(self.ports[name]))
+            for name, server in SERVERS.items()
+        ]
+        (self.folder / "servers.yaml").write_text("".join(parts))
+        (self.folder / "prorl-token").touch(0o600)
+        (self.folder / "prorl-token").write_text(f"{token}\n")
 
     def url(self, name):
         return f"http://127.0.0.1:{self.ports[name]}"
 
-    def gym(self, *arguments):
-        """The command line of a command of Gym's."""
-        head = [f"++head_server.host=127.0.0.1 ++head_server.port={self.ports['head_server']}".split()]
-        return [str(self.python.with_name("gym")), *arguments, *head[0]]
+    def line(self, text, *more):
+        """A command line of the guide, with this rig's places, and `more` for tests."""
+        head = f"++head_server.host=127.0.0.1 ++head_server.port={self.ports['head_server']}"
+        return f"{text.strip().replace('/shared', str(self.folder))} {head} {' '.join(more)}"
 
-    async def run(self, *argv):
-        """Run a command to its end; return what it wrote."""
+    async def run(self, line):
+        """Run a command line to its end; return what it wrote."""
+        argv = ["bash", "-ec", line]
         done = await trio.run_process(
             argv, cwd=self.folder, env=self.env, capture_stdout=True, stderr=subprocess.STDOUT, check=False
         )
         assert done.returncode == 0, done.stdout.decode(errors="replace")[-6000:]
         return done.stdout.decode(errors="replace")
 
-    async def serve(self, *, task_status):
-        """Start the servers, and keep them until cancelled."""
-        configs = f"{AGENT}/configs/prorl_trio_agent.yaml,servers.yaml"
-        argv = self.gym(
-            "env", "start", f"+config_paths=[{configs}]", "+prorl_url=null", "+prorl_token_file=null",
-            f"++prorl_trio_agent.{AGENT.replace('/', '.')}.node.endpoint_file={self.folder}/endpoint.json",
-            f"++prorl_trio_agent.{AGENT.replace('/', '.')}.port={self.ports['agent']}",
-            "+skip_venv_if_present=true", f"+uv_venv_dir={self.folder}/venvs",
-        )  # fmt: skip
+    async def serve(self, url, *, task_status):
+        """Copy and start the servers, as the guide does, and keep them until cancelled."""
+        _, copy, start = shown("sh")[0].split("\n", 2)
+        await self.run(copy)
+        ours = f"++prorl_trio_agent.{AGENT.replace('/', '.')}"
+        start = start.replace("ws://127.0.0.1:8700", url).replace("agent.yaml]", "agent.yaml,servers.yaml]")
+        more = ("+skip_venv_if_present=true", f"+uv_venv_dir={self.folder}/venvs", f"{ours}.port={self.ports['agent']}")
+        argv = ["bash", "-c", f"exec {self.line(start, *more)}"]
         log = self.folder / "gym.log"
         with log.open("wb") as out:
             process = await trio.lowlevel.open_process(
@@ -140,18 +155,13 @@ SERVERS = {
     "weather": "example_single_tool_call",
 }
 """Resources servers of the wheel that need neither packages nor a network, by their names in node.toml."""
-SERVER = """\
-{}:
-  resources_servers:
-    {}: {{entrypoint: app.py, domain: agent, host: 127.0.0.1, port: {}}}
-"""
 
 
 @asynccontextmanager
-async def open_gym(python, **variables):
+async def open_gym(python):
     """A short folder, because the paths of Ray's sockets are long, with Gym's files in it."""
     folder = Path(tempfile.mkdtemp(prefix="gym-", dir="/tmp"))
     try:
-        yield GymRig(folder, python, variables)
+        yield GymRig(folder, python)
     finally:
         await trio.to_thread.run_sync(shutil.rmtree, folder)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
+from contextlib import suppress
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ from prorl_trio.integrations.nemo_gym.jobs import JobTemplate, RowRefused
 from prorl_trio.integrations.verl.engines import NodeEngines
 from prorl_trio.integrations.verl.node_address import NodeAddress
 from prorl_trio.integrations.verl.rollouts import JobRefused, Rollouts, rollouts_on
-from prorl_trio.types.errors import ConfigError, ServiceError
+from prorl_trio.types.errors import BackendError, ConfigError, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,7 @@ class ProRLTrioAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         """
         if self.config.model_server is not None:
             theirs = get_first_server_config_dict(self.server_client.global_config_dict, self.config.model_server.name)
-            self._engines = NodeEngines(self._node.connect_blocking())
-            self._engines.register(addresses_of(theirs.get("base_url")), FIRST_VERSION)
+            self._engines = engines_on(self._node, addresses_of(theirs.get("base_url")))
         return super().setup_webserver()
 
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
@@ -149,6 +149,30 @@ async def _disconnected(request: Request) -> None:
 def _json(answer: dict[str, Any], status: int = 200) -> Response:
     # Lists of token ids are not validated again: that takes seconds for long rollouts.
     return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+def engines_on(node: NodeAddress, addresses: list[str]) -> NodeEngines:
+    """Make engines the node's only backends, and keep them registered. The node keeps what it has if one is refused.
+
+    Raises:
+        BackendError: an engine does not return token ids.
+        ServiceError: the node does not answer, or refuses the token.
+    """
+    client, added = node.connect_blocking(), list[str]()
+    try:
+        present = client.list_backends().urls
+        for url in (f"http://{address}" for address in addresses):
+            if url not in present:
+                client.add_backend(url)
+                added.append(url)
+    except BaseException:
+        with client, suppress(ServiceError, BackendError):
+            for url in added:
+                client.remove_backend(url)
+        raise
+    engines = NodeEngines(client)
+    engines.register(addresses, FIRST_VERSION)
+    return engines
 
 
 def addresses_of(base_url: Any) -> list[str]:

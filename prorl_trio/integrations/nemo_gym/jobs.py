@@ -47,7 +47,7 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
 
 
 class JobTemplate:
