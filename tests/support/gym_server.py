@@ -6,11 +6,12 @@ import json
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
+from typing import Any
 
 import msgspec
 import trio
 
-from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http
+from prorl_trio.testing.fake_http import Answer, serve_http
 
 TOOL = {
     "type": "function",
@@ -34,17 +35,20 @@ class CounterServer:
         sums: by session.
     """
 
-    def __init__(self) -> None:
-        self.faults, self.seen, self.sums, self.url = {}, [], {}, ""
+    def __init__(self):
+        self.faults: dict[str, Any] = {}
+        self.seen: list[Any] = []
+        self.sums: dict[str, int] = {}
+        self.url = ""
         self._numbers = count()
         self.scope = trio.CancelScope()
 
     def bodies(self, path):
         return [body for seen, body in self.seen if seen == path]
 
-    async def answer(self, call: HttpCall) -> Answer:
+    async def answer(self, call):
         await trio.lowlevel.checkpoint()
-        body = json.loads(call.body) if call.body else None
+        body: Any = json.loads(call.body) if call.body else None
         self.seen.append((call.path, body))
         session = call.headers.get("cookie", "").removeprefix("gym=")
         if (fault := self.faults.get(call.path)) is not None:

@@ -39,7 +39,7 @@ def check(rollout):
     items = [item for item in parsed.response.output if isinstance(item, TRAINED)]
     given = [item for item in rollout["response"]["output"] if item.get("generation_token_ids")]
     assert [item.generation_token_ids for item in items] == [item["generation_token_ids"] for item in given]
-    seen = []
+    seen: list[int] = []
     for item in items:
         assert seen == item.prompt_token_ids[: len(seen)], "Non-contiguous messages found!"
         assert len(item.generation_log_probs) == len(item.generation_token_ids) > 0
