@@ -39,7 +39,8 @@ class ProRLTrioAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
     Attributes:
         node: fields of a `NodeAddress`.
         job: fields of a `JobSpec`, for all jobs.
-        model_server: a model server whose engines become the node's backends; None: the node has its own.
+        model_server: a model server, such as `policy_model`, whose engines become the node's backends; None: the node
+            has its own.
         resources_server: the resources server of rows without a task of their own.
         on_failure: the answer for a rollout without a reward. `row`: a row with a failure class, for `gym eval run`.
             `http`: status 503, or 422 if another attempt cannot help, for NeMo RL, which then tries again.
