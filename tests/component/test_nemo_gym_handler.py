@@ -118,42 +118,43 @@ async def _dies(body):
     return Answer(200, b"{}", cut="before_headers")
 
 
-async def test_a_dead_server_gives_no_reward(tmp_path):
+async def test_what_the_policy_did_not_cause_gives_no_reward(tmp_path):
+    """A server that breaks off, that refuses the row, and that is gone; and a program that cannot call its tools."""
     async with open_counter_server() as server, open_runs(tmp_path, server) as run_one:
         for path, cause in [("/seed_session", "node"), ("/add", "node"), ("/verify", "evaluator")]:
             server.faults = {path: _dies}
             outcome = await run_one()
             assert (outcome.reward, outcome.cause) == (None, cause), outcome.error
+        server.faults = {"/seed_session": Answer(422, b'{"detail": "initial_count is missing"}')}
+        outcome = await run_one()
+        assert (outcome.reward, outcome.cause) == (None, "handler")
+        assert "initial_count is missing" in outcome.error
         server.faults = {}
+        outcome = await run_one(agent=AgentProgram(command=["true"]))
+        assert (outcome.reward, outcome.cause) == (None, "handler")
         assert (await run_one()).reward == 1.0
-
-
-async def test_nothing_listens_at_the_address(tmp_path):
-    async with open_counter_server() as server:
         server.scope.cancel()
-        outcome = await run(tmp_path, server)
-    assert (outcome.reward, outcome.cause) == (None, "node")
-    assert "counter" in outcome.error
+        outcome = await run_one()
+        assert (outcome.reward, outcome.cause) == (None, "node")
+        assert "counter" in outcome.error
 
 
 async def _hangs(body):
     await trio.sleep_forever()
 
 
-async def test_a_call_that_hangs_alone_is_an_observation(tmp_path):
-    async with open_counter_server() as server:
-        server.faults["/add"] = _hangs
-        outcome = await run(tmp_path, server, agent=AgentConfig(tool_timeout_s=0.2))
-    assert (outcome.status, outcome.reward) == ("completed", 0.0)
-    assert [each.outcome for turn in outcome.trajectory.turns for each in turn.tool_results] == ["timed_out"] * 2
-
-
-async def test_a_server_that_hangs_as_a_whole_gives_no_reward(tmp_path, monkeypatch):
+async def test_a_call_that_hangs_alone_is_an_observation(tmp_path, monkeypatch):
     monkeypatch.setattr("prorl_trio.tasks.handlers.nemo_gym.server.PROBE_TIMEOUT_S", 0.2)
-    async with open_counter_server() as server:
-        server.faults |= {"/add": _hangs, "/": _hangs}
-        outcome = await run(tmp_path, server, agent=AgentConfig(tool_timeout_s=0.2))
-    assert (outcome.reward, outcome.cause) == (None, "node")
+    agent = AgentConfig(tool_timeout_s=0.2)
+    async with open_counter_server() as server, open_runs(tmp_path, server, agent) as run_one:
+        server.faults["/add"] = _hangs
+        outcome = await run_one()
+        assert (outcome.status, outcome.reward) == ("completed", 0.0)
+        results = [each.outcome for turn in outcome.trajectory.turns for each in turn.tool_results]
+        assert results == ["timed_out"] * 2
+        server.faults["/"] = _hangs
+        outcome = await run_one()
+        assert (outcome.reward, outcome.cause) == (None, "node"), "the whole server hangs"
 
 
 async def _chokes_on_output(body):
@@ -171,6 +172,26 @@ async def test_a_response_that_the_verifier_chokes_on_is_worth_nothing(tmp_path)
     assert len(server.sums) == 2, "the empty response was verified in a session of its own"
 
 
+async def test_a_judge_that_fails_or_a_verifier_that_recovers_is_no_fault_of_the_policy(tmp_path):
+    async def judge_is_gone(body):
+        await trio.lowlevel.checkpoint()
+        return (
+            Answer(500, b'"Hit an exception in X calling an inner server: 503"') if body["response"]["output"] else ok
+        )
+
+    async def recovers(body):
+        await trio.lowlevel.checkpoint()
+        return Answer(503, b"busy") if len(server.bodies("/verify")) == asked + 1 else ok
+
+    ok = Answer(200, b'{"reward": 0.5}')
+    async with open_counter_server() as server, open_runs(tmp_path, server) as run_one:
+        server.faults["/verify"] = judge_is_gone
+        outcome = await run_one(["It is 3."])
+        assert (outcome.reward, outcome.cause) == (None, "evaluator")
+        server.faults["/verify"], asked = recovers, len(server.bodies("/verify"))
+        assert (await run_one(["It is 3."])).reward == 0.5
+
+
 BROKEN = [
     Answer(500, b"a bug"), Answer(200, b"no JSON"), Answer(200, b"[1]"), Answer(200, b"{}"),
     Answer(200, b'{"reward": "1"}'), Answer(200, b'{"reward": null}'), Answer(200, b'{"reward": 1e999}'),
@@ -186,28 +207,18 @@ async def test_a_broken_verifier_gives_no_reward(tmp_path):
 
 
 async def test_results_are_cut(tmp_path):
-    async with open_counter_server() as server:
+    agent = AgentConfig(max_observation_chars=500)
+    async with (
+        open_counter_server() as server,
+        open_runs(tmp_path, server, agent, max_response_bytes=65_536) as run_one,
+    ):
         server.faults["/add"] = Answer(200, b"x" * 60_000)
-        long = await run(tmp_path / "long", server, agent=AgentConfig(max_observation_chars=500))
+        long = await run_one()
         server.faults["/add"] = Answer(200, b"x" * 70_000)
-        longer = await run(tmp_path / "longer", server, max_response_bytes=65_536)
+        longer = await run_one()
     assert len(long.trajectory.turns[0].observations[0]) < 600
     assert "too large" in longer.trajectory.turns[0].observations[0]
     assert longer.reward == 0.0
-
-
-async def test_a_row_that_the_server_refuses_is_no_fault_of_the_policy(tmp_path):
-    async with open_counter_server() as server:
-        server.faults["/seed_session"] = Answer(422, b'{"detail": "initial_count is missing"}')
-        outcome = await run(tmp_path, server)
-    assert (outcome.reward, outcome.cause) == (None, "handler")
-    assert "initial_count is missing" in outcome.error
-
-
-async def test_a_program_gets_no_task_with_tools_that_it_cannot_call(tmp_path):
-    async with open_counter_server() as server, open_runs(tmp_path, server) as run_one:
-        outcome = await run_one(agent=AgentProgram(command=["true"]))
-    assert (outcome.reward, outcome.cause) == (None, "handler")
 
 
 def row_with(**params):

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from httpx import ASGITransport, AsyncClient
+from httpx2 import ASGITransport, AsyncClient
 from nemo_gym.base_resources_server import BaseVerifyResponse
 from nemo_gym.openai_utils import (
     NeMoGymResponseFunctionToolCallForTraining,

@@ -126,7 +126,7 @@ class GymRig:
                 argv, cwd=self.folder, env=self.env, stdout=out, stderr=out, start_new_session=True
             )
         try:
-            with trio.fail_after(START_TIMEOUT_S):
+            with trio.fail_after(START_TIMEOUT_S):  # noqa: ASYNC912
                 while "servers ready! Polling" not in log.read_text(errors="replace"):
                     assert process.poll() is None, log.read_text(errors="replace")[-6000:]
                     await trio.sleep(0.1)
@@ -164,4 +164,4 @@ async def open_gym(python):
     try:
         yield GymRig(folder, python)
     finally:
-        await trio.to_thread.run_sync(shutil.rmtree, folder)
+        shutil.rmtree(folder)

@@ -94,7 +94,7 @@ def test_the_last_segment_of_the_task_is_delivered_and_the_others_are_counted():
     turns = [turn(3, 6, segment=0), turn(2, 9, segment=2), turn(5, 8, segment=1)]
     answer = answer_of(outcome(segments, turns), ROW)
     assert trained(answer) == [[100, 101, 102, 103, 104], [105, 106, 107]]
-    assert (answer["segment"], answer["other_segments"], answer["other_sampled_tokens"]) == (
+    assert (answer["prorl_segment"], answer["prorl_other_segments"], answer["prorl_other_sampled_tokens"]) == (
         1,
         "1 first, 1 sub_agent",
         10,
@@ -108,7 +108,7 @@ def test_a_turn_in_an_enforced_form_is_not_trained_on():
     segments = [segment(9, [(3, 5), (7, 9)], constrained=[(3, 5)])]
     answer = answer_of(outcome(segments, [turn(3, 5), turn(7, 9)]), ROW)
     assert trained(answer) == [[100, 101, 102, 103, 104, 105, 106], [107, 108]]
-    assert answer["other_sampled_tokens"] == 0
+    assert answer["prorl_other_sampled_tokens"] == 0
 
 
 @pytest.mark.parametrize("cause", ["sandbox", "inference", "evaluator", "handler", "cancelled", "node"])
@@ -119,17 +119,23 @@ def test_a_failure_of_the_infrastructure_is_no_reward_of_zero(cause):
     assert trained(answer) == [], "it could be trained on"
 
 
+def test_a_row_of_a_file_of_failures_is_a_row():
+    failed = answer_of(outcome(reward=None, cause="node", status="failed"), ROW)
+    answer = answer_of(outcome([segment(4, [(2, 4)])], [turn(2, 4)]), failed | {"_ng_failure_terminal": True})
+    assert (answer["reward"], [key for key in answer if key.startswith("_ng") or "error" in key]) == (1.0, [])
+
+
 def test_a_fault_of_the_policy_is_a_reward_of_zero():
     answer = answer_of(
         outcome([segment(4, [(2, 4)])], [turn(2, 4)], reward=0.0, cause="agent_fault", status="failed"), ROW
     )
-    assert (answer["reward"], answer["cause"], FAILURE_CLASS in answer) == (0.0, "agent_fault", False)
+    assert (answer["reward"], answer["prorl_cause"], FAILURE_CLASS in answer) == (0.0, "agent_fault", False)
     assert trained(answer) == [[100, 101], [102, 103]]
 
 
 def test_a_rollout_without_tokens_has_no_items():
     answer = answer_of(outcome(reward=0.0, cause="agent_budget", status="timed_out"), ROW)
-    assert (answer["response"]["output"], answer["turns"]) == ([], 0)
+    assert (answer["response"]["output"], answer["prorl_turns"]) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +217,7 @@ def test_a_row_without_a_task_is_one_of_the_resources_server():
         {"responses_create_params": {"input": "", "metadata": {"extra_body": "{"}}},
         {"responses_create_params": {"input": "", "metadata": {"extra_body": "[]"}}},
         {"responses_create_params": {"input": "", "metadata": {"extra_body": 3}}},
+        {"responses_create_params": {"input": "", "metadata": {"chat_template_kwargs": "{}"}}},
         {"responses_create_params": {"input": "", "metadata": {"extra_body": '{"min_p": 0.1}'}}},
     ],
 )  # fmt: skip

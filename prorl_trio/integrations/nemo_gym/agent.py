@@ -124,7 +124,7 @@ class ProRLTrioAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return rollouts_on(self._node)
 
     def _failure(self, answer: dict[str, Any], *, status: int) -> Response:
-        logger.warning("%s: %s: %s", answer["job_id"], answer[FAILURE_CLASS], answer["error_message"])
+        logger.warning("%s: %s: %s", answer["prorl_job_id"], answer[FAILURE_CLASS], answer["error_message"])
         return _json(answer, status if self.config.on_failure == "http" else 200)
 
 

@@ -25,16 +25,17 @@ REFUSED: Final = "refused"
 def answer_of(outcome: Outcome, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a `BaseVerifyResponse` for an outcome with a reward, else that of a failure.
 
-    Extra fields: `job_id`, `status`, `cause`, `stop_reason`, `turns`, `segment`, `other_segments`, and
-    `other_sampled_tokens`, the number of sampled tokens that the answer does not have.
+    Extra fields, each with the prefix `prorl_`: `job_id`, `status`, `cause`, `stop_reason`, `turns`, `segment`,
+    `other_segments`, and `other_sampled_tokens`, the number of sampled tokens that the answer does not have.
     """
     if outcome.reward is None:
         return failure_of(outcome.cause or outcome.status, outcome.error, row, job_id=outcome.job_id)
     output, usage, facts = _main_chain(outcome.trajectory)
     response = response_of(outcome.job_id, row["responses_create_params"], output)
     facts = {"job_id": outcome.job_id, "status": outcome.status, "cause": outcome.cause, **facts}
-    response |= {"usage": usage, "metadata": {f"prorl_{name}": str(value) for name, value in facts.items()}}
-    return {**row, "response": response, "reward": outcome.reward, **facts}
+    facts = {f"prorl_{name}": value for name, value in facts.items()}
+    response |= {"usage": usage, "metadata": {name: str(value) for name, value in facts.items()}}
+    return {**_asked(row), "response": response, "reward": outcome.reward, **facts}
 
 
 def failure_of(
@@ -55,14 +56,19 @@ def failure_of(
     response = response_of(job_id or "none", row["responses_create_params"], [])
     end = {TERMINAL: True} if terminal else {}
     return {
-        **row,
+        **_asked(row),
         "response": response,
         "reward": None,
-        "job_id": job_id,
+        "prorl_job_id": job_id,
         "error_message": error,
         FAILURE_CLASS: failure_class,
         **end,
     }
+
+
+def _asked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without the failure that it may come from: files of failures are rows for another attempt."""
+    return {key: value for key, value in row.items() if key not in (FAILURE_CLASS, TERMINAL, "error_message")}
 
 
 def _main_chain(trajectory: Trajectory | None) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:

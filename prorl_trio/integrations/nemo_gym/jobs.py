@@ -120,7 +120,10 @@ def _read_sampling(params: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("temperature", "top_p", "max_output_tokens")
         if (value := getattr(asked, name)) is not None
     }
-    extra = msgspec.json.decode((asked.metadata or {}).get("extra_body", "{}"), type=dict[str, Any])
+    metadata = asked.metadata or {}
+    if "chat_template_kwargs" in metadata:
+        raise ValueError("metadata.chat_template_kwargs: these are the node's, in model.template_options")
+    extra = msgspec.json.decode(metadata.get("extra_body", "{}"), type=dict[str, Any])
     if "top_k" in extra:
         found["top_k"] = max(0, msgspec.convert(extra["top_k"], int))
     if unknown := sorted(set(extra) - {"top_k", *_IGNORED}):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from prorl_trio.tasks.handlers.nemo_gym.payload import FunctionTool, NemoGymPayload
 
 NUDGE: Final = "Continue: call a tool, or give your answer."
+INNER_SERVER_FAILED: Final = b'"Hit an exception in '
+"""The beginning of NeMo Gym's answer if a server that it called has failed. Other errors begin with their class."""
 
 
 class NemoGymHandler(AgentHandler):
@@ -81,7 +83,8 @@ class NemoGymHandler(AgentHandler):
     async def eval(self, context: RolloutContext) -> Evaluation:
         """Return the reward of the server's `/verify`.
 
-        If it refuses the policy's response but accepts an empty one, the response is at fault, and the reward is 0.
+        If it refuses the policy's response twice but accepts an empty one, the response is at fault, and the reward is
+        0. A failure of a server that it calls itself, such as a judge, is never the policy's.
 
         Raises:
             EvaluationError: the server does not answer, refuses an empty response as well, or gives no reward.
@@ -89,16 +92,18 @@ class NemoGymHandler(AgentHandler):
         payload = read_payload(context.spec.instance.payload)
         turns = context.turns
         cut = bool(turns) and turns[-1].finish_reason == "length"
-        output = output_of(turns, context.answer)
-        answer = await _verify(context, payload, context.handler_state, output, incomplete=cut)
+        verify = partial(_verify, context, payload)
+        asked = partial(verify, context.handler_state, output_of(turns, context.answer), incomplete=cut)
+        answer = await asked()
         if answer.status != OK:
             refused = f"{payload.server} /verify: {shown(answer)}"
-            fresh = await _begin(context, payload, "evaluator")
-            harmless = await _verify(context, payload, fresh, [], incomplete=True)
-            if harmless.status != OK:
+            harmless = await verify(await _begin(context, payload, "evaluator"), [], incomplete=True)
+            if harmless.status != OK or answer.body.startswith(INNER_SERVER_FAILED):
                 raise EvaluationError(refused)
-            context.log_evaluation(f"{refused}\n")
-            return Evaluation(reward=0.0, details={"verify_status": answer.status})
+            answer = await asked()
+            if answer.status != OK:
+                context.log_evaluation(f"{refused}\n")
+                return Evaluation(reward=0.0, details={"verify_status": answer.status})
         try:
             verdict = msgspec.json.decode(answer.body, type=dict[str, Any])
             reward = msgspec.convert(verdict["reward"], float)
@@ -108,8 +113,8 @@ class NemoGymHandler(AgentHandler):
             raise EvaluationError(
                 f"{payload.server} /verify has no reward: {shown(answer)}", error_code="evaluator_malformed"
             ) from exc
-        asked = {"reward", "response", *payload.row}
-        return Evaluation(reward=reward, details={key: verdict[key] for key in verdict if key not in asked})
+        sent = {"reward", "response", *payload.row}
+        return Evaluation(reward=reward, details={key: verdict[key] for key in verdict if key not in sent})
 
 
 class GymTool(Tool):
@@ -144,11 +149,13 @@ class GymTool(Tool):
             except ResponseTooLarge:
                 return Observation.refused("the result is too large. Ask for less.")
             except HttpError as exc:
-                if isinstance(exc, RequestTimedOut) and await self._session.answers():
-                    return Observation.refused(f"no result within {timeout_s:g} s.", "timed_out")
-                raise GymServerUnavailable(f"resources server {self._session.name}: {exc}") from exc
-        text = response.body.decode(errors="replace")
-        return Observation(text=text, outcome="ok" if response.status == OK else "error")
+                failure = exc
+            else:
+                text = response.body.decode(errors="replace")
+                return Observation(text=text, outcome="ok" if response.status == OK else "error")
+            if isinstance(failure, RequestTimedOut) and await self._session.answers():
+                return Observation.refused(f"no result within {timeout_s:g} s.", "timed_out")
+            raise GymServerUnavailable(f"resources server {self._session.name}: {failure}") from failure
 
 
 class _GymStyle(AgentStyle):
