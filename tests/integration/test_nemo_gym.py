@@ -18,7 +18,7 @@ from prorl_trio.testing.fake_http import Answer, serve_http
 from support.nemo_gym_rig import AGENT, SERVERS, gym_python, open_gym, shown
 from support.whole_node import TOKEN, open_service
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(300)
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 ANSWERS = {"pens": "72", "remainder": "9", "divisors": "24", "train": "75", "primes": "1"}

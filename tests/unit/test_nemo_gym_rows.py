@@ -94,6 +94,7 @@ def test_the_last_segment_of_the_task_is_delivered_and_the_others_are_counted():
     turns = [turn(3, 6, segment=0), turn(2, 9, segment=2), turn(5, 8, segment=1)]
     answer = answer_of(outcome(segments, turns), ROW)
     assert trained(answer) == [[100, 101, 102, 103, 104], [105, 106, 107]]
+    assert [item["id"] for item in answer["response"]["output"]] == ["msg_2"]
     assert (answer["prorl_segment"], answer["prorl_other_segments"], answer["prorl_other_sampled_tokens"]) == (
         1,
         "1 first, 1 sub_agent",
