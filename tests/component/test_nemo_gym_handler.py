@@ -179,6 +179,11 @@ async def test_a_judge_that_fails_or_a_verifier_that_recovers_is_no_fault_of_the
             Answer(500, b'"Hit an exception in X calling an inner server: 503"') if body["response"]["output"] else ok
         )
 
+    async def judge_fails_second(body):
+        await trio.lowlevel.checkpoint()
+        first = len(server.bodies("/verify")) == asked + 1
+        return Answer(500, b"a bug") if first else await judge_is_gone(body)
+
     async def recovers(body):
         await trio.lowlevel.checkpoint()
         return Answer(503, b"busy") if len(server.bodies("/verify")) == asked + 1 else ok
@@ -188,6 +193,8 @@ async def test_a_judge_that_fails_or_a_verifier_that_recovers_is_no_fault_of_the
         server.faults["/verify"] = judge_is_gone
         outcome = await run_one(["It is 3."])
         assert (outcome.reward, outcome.cause) == (None, "evaluator")
+        server.faults["/verify"], asked = judge_fails_second, len(server.bodies("/verify"))
+        assert (await run_one(["It is 3."])).reward is None
         server.faults["/verify"], asked = recovers, len(server.bodies("/verify"))
         assert (await run_one(["It is 3."])).reward == 0.5
 
@@ -237,6 +244,7 @@ HOSTILE = [
     row_with(tools=[{"type": "mcp", "server_label": "x", "server_url": "http://127.0.0.1"}]),
     row_with(tools=[TOOL | {"parameters": {"properties": {"x": 3}}}]),
     row_with(tools=[TOOL | {"parameters": {"required": 3}}]),
+    row_with(tools=[TOOL | {"parameters": {"required": None}}]),
     row_with(tools=[TOOL | {"parameters": {"properties": {"x": {"type": "array", "items": 3}}}}]),
     row_with(input=[{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1"}]}]),
     row_with(input=[{"type": "reasoning", "id": "r", "summary": []}]),

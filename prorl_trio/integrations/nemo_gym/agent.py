@@ -99,7 +99,7 @@ class ProRLTrioAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         """Run a rollout of the row, and return a `BaseVerifyResponse`, or a failure as `on_failure` says."""
         row = json.loads(await request.body())  # exactly what was sent, whereas `body` has it with defaults
         try:
-            outcome = await _unless_gone(request, self._rollouts, self._template.spec_of(row))
+            outcome = await _unless_gone(request, rollouts_on(self._node), self._template.spec_of(row))
         except (RowRefused, JobRefused) as exc:
             return self._failure(failure_of(REFUSED, str(exc), row, terminal=True), status=422)
         except (ServiceError, ConfigError) as exc:
@@ -118,10 +118,6 @@ class ProRLTrioAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
             metrics = await super().aggregate_metrics(AggregateMetricsRequest(verify_responses=scored))
         metrics.agent_metrics |= {f"failures/{name}": count for name, count in failures.items()}
         return metrics
-
-    @property
-    def _rollouts(self) -> Rollouts:
-        return rollouts_on(self._node)
 
     def _failure(self, answer: dict[str, Any], *, status: int) -> Response:
         logger.warning("%s: %s: %s", answer["prorl_job_id"], answer[FAILURE_CLASS], answer["error_message"])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from prorl_trio.agent.activity import Charge
     from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.http.connection import Response
@@ -76,7 +77,6 @@ class NemoGymHandler(AgentHandler):
         tools = ToolSet(
             [GymTool(tool, session, asking) for tool in payload.params.tools],
             max_observation_chars=context.resources.config.agent.max_observation_chars,
-            described=payload.describe_tools,
         )
         await run_agent(context, payload.messages(), tools, _GymStyle())
 
@@ -94,16 +94,16 @@ class NemoGymHandler(AgentHandler):
         cut = bool(turns) and turns[-1].finish_reason == "length"
         verify = partial(_verify, context, payload)
         asked = partial(verify, context.handler_state, output_of(turns, context.answer), incomplete=cut)
-        answer = await asked()
+        refused = answer = await asked()
         if answer.status != OK:
-            refused = f"{payload.server} /verify: {shown(answer)}"
-            harmless = await verify(await _begin(context, payload, "evaluator"), [], incomplete=True)
-            if harmless.status != OK or answer.body.startswith(INNER_SERVER_FAILED):
-                raise EvaluationError(refused)
             answer = await asked()
-            if answer.status != OK:
-                context.log_evaluation(f"{refused}\n")
-                return Evaluation(reward=0.0, details={"verify_status": answer.status})
+        if answer.status != OK:
+            harmless = await verify(await _begin(context, payload, "evaluator"), [], incomplete=True)
+            inner_failed = any(each.body.startswith(INNER_SERVER_FAILED) for each in (refused, answer))
+            if harmless.status != OK or inner_failed:
+                raise EvaluationError(f"{payload.server} /verify: {shown(answer)}")
+            context.log_evaluation(f"{payload.server} /verify: {shown(answer)}\n")
+            return Evaluation(reward=0.0, details={"verify_status": answer.status})
         try:
             verdict = msgspec.json.decode(answer.body, type=dict[str, Any])
             reward = msgspec.convert(verdict["reward"], float)
@@ -168,7 +168,7 @@ class _GymStyle(AgentStyle):
         return NUDGE
 
 
-async def _begin(context: RolloutContext, payload: NemoGymPayload, charge: Any = "node") -> GymSession:
+async def _begin(context: RolloutContext, payload: NemoGymPayload, charge: Charge = "node") -> GymSession:
     """Return a new session of the row.
 
     Raises:

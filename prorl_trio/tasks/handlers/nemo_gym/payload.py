@@ -72,12 +72,10 @@ class NemoGymPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         server: name of a resources server in the node's `nemo_gym.servers`.
         row: the row of its data set, complete. The policy sees `input`, `instructions` and `tools` of its
             `responses_create_params`; the server gets everything.
-        describe_tools: False: the prompt does not list the tools.
     """
 
     server: str
     row: dict[str, Any]
-    describe_tools: bool = True
 
     @property
     def params(self) -> Params:
@@ -129,7 +127,7 @@ def _check_schema(schema: Any) -> None:
     """Raise ValueError unless arguments can be read by this JSON schema."""
     if not isinstance(schema, Mapping):
         raise ValueError("a schema of a tool's parameters is no object")
-    required = schema.get("required") or []
+    required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ValueError("`required` of a tool's parameters is no list of names")
     properties = schema.get("properties", {})
