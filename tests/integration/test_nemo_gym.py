@@ -76,17 +76,20 @@ async def open_chat_only_server():
         nursery.cancel_scope.cancel()
 
 
-async def leave(rig, engine, row):
-    """Ask for a rollout, and go while the policy is sampling."""
+async def leave(rig, engine, observer, row):
+    """Ask for a rollout, and go while the policy works on it; return how the job ended."""
     engine.hold()
-    body = json.dumps(row).encode()
+    body, seen = json.dumps(row).encode(), observer.observed()
     head = f"POST /run HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     stream = await trio.open_tcp_stream("127.0.0.1", rig.ports["agent"])
     await stream.send_all(head.encode() + body)
-    await engine.wait_until(lambda stats: stats.running == 1)
+    while (await anext(seen)).status != "run":
+        pass
     await stream.aclose()
-    await engine.wait_until(lambda stats: stats.running == 0)
+    while (outcome := (await anext(seen)).outcome) is None:
+        pass
     engine.release()
+    return outcome.status
 
 
 async def test_gym_collects_rollouts_through_a_node():
@@ -109,11 +112,7 @@ async def test_gym_collects_rollouts_through_a_node():
             unknown = {**bare, "prorl": {"handler": "no such", "payload": {}}}
             async with connect(url, TOKEN, observe_all=True) as observer:
                 with trio.fail_after(60):
-                    await leave(rig, engine, examples[0])
-                    async for seen in observer.observed():
-                        if seen.outcome is not None:
-                            assert seen.outcome.status == "cancelled"
-                            break
+                    assert await leave(rig, engine, observer, examples[0]) == "cancelled"
             rollouts, failures, metrics = await collect(rig, [*examples, *tasks, lost, bare, unknown])
             models = {
                 "vllm": [f"{another.url}/v1"],
