@@ -85,7 +85,7 @@ class JobTemplate:
         try:
             task = self._task(row)
             sampling = _read_sampling(row["responses_create_params"])
-            name = task.instance_id or f"row-{'?' if index is None else index}"
+            name = task.instance_id or ("row" if index is None else f"row-{index}")
             spec = msgspec.structs.replace(
                 self._spec,
                 job_id=f"{name[:100]}-{secrets.token_hex(8)}",
