@@ -140,7 +140,7 @@ class _Server:
         """
         self._down, self._ended, is_ready = trio.Event(), None, False
         limit_s = self.config.start_timeout_s
-        with trio.CancelScope(deadline=trio.current_time() + limit_s) as self._connection:
+        with trio.CancelScope(deadline=trio.current_time() + limit_s) as self._connection:  # noqa: ASYNC912 - it waits
             try:
                 async with Client(
                     open_transport(self.config, self._sandbox, self._run_path, self._note_end),

@@ -116,17 +116,22 @@ async def _to_url(config: McpServerConfig) -> AsyncIterator[TransportStreams]:
 
 
 class _Limited(httpx2.AsyncByteStream):
+    """A response that ends with an error beyond `max_bytes`."""
+
     def __init__(self, stream: Any, max_bytes: int) -> None:
         self._stream = stream
-        self._max_bytes = max_bytes
+        self._pieces = aiter(stream)
+        self._max_bytes = self._left_bytes = max_bytes
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        data: bytes = await anext(self._pieces)
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
+            raise httpx2.StreamError(f"the result is larger than {self._max_bytes} bytes")
+        return data
 
     async def aclose(self) -> None:
         await self._stream.aclose()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        left_bytes = self._max_bytes
-        async for data in self._stream:
-            left_bytes -= len(data)
-            if left_bytes < 0:
-                raise httpx2.StreamError(f"the result is larger than {self._max_bytes} bytes")
-            yield data
