@@ -255,7 +255,6 @@ class _Server:
         was_killed = self._ended is not None and self._ended.was_killed
         if not (self.config.url or is_spoilt(error) or (self._place == "node" and self._was_called and not was_killed)):
             raise error
-        self._connection.cancel()
         try:
             await self._nursery.start(self.serve)
         except McpServerLost as again:
@@ -281,9 +280,10 @@ class _Server:
         return spoilt(error) if is_used else error
 
     def _note_end(self, ended: Ended) -> None:
-        """Note the first reason of an end."""
+        """Note the first reason of an end, and end what is left of the connection."""
         self._ended = self._ended or ended
         self._down.set()
+        self._connection.cancel()
 
     async def _on_message(self, message: IncomingMessage) -> None:
         self.has_changed |= isinstance(message, types.ToolListChangedNotification)
