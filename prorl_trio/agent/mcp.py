@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prorl_trio.agents.preset import presets
 from prorl_trio.threads import run_sync
@@ -16,12 +16,25 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.config import McpServerConfig, NodeConfig
+    from prorl_trio.config import McpConfig, McpServerConfig, NodeConfig
     from prorl_trio.tools.mcp.sessions import McpServers
     from prorl_trio.types.models import JobSpec
 
-SESSIONS = "prorl_trio.tools.mcp.sessions"
+SESSIONS: Final = "prorl_trio.tools.mcp.sessions"
 """The module that imports the package `mcp`, which takes a second."""
+
+
+async def prepare_servers(config: McpConfig) -> None:
+    """Check the configured servers when a node starts. Raises ConfigError for missing secrets or packages."""
+    config.check_secrets()
+    if config.servers:
+        _check_package()
+        await run_sync(import_module, SESSIONS)
+
+
+def _check_package() -> None:
+    if find_spec("mcp") is None:
+        raise ConfigError("MCP servers need the extra `mcp`: pip install 'prorl-trio[mcp]'")
 
 
 def servers_of(config: NodeConfig, spec: JobSpec) -> dict[str, McpServerConfig]:
@@ -31,8 +44,8 @@ def servers_of(config: NodeConfig, spec: JobSpec) -> dict[str, McpServerConfig]:
         ConfigError: a name is unknown, the job's agent cannot use a server, or the package `mcp` is missing.
     """
     servers = config.mcp.of_job(spec.mcp)
-    if servers and find_spec("mcp") is None:
-        raise ConfigError("MCP servers need the extra `mcp`: pip install 'prorl-trio[mcp]'")
+    if servers:
+        _check_package()
     if isinstance(agent := spec.agent, AgentProgram) and servers:
         preset = presets().get(agent.preset)
         if preset is None or not preset.takes_mcp:

@@ -77,9 +77,10 @@ class McpServerConfig(Table, frozen=True):
 class McpConfig(Table, frozen=True):
     """Servers of the Model Context Protocol, whose tools rollouts use (`docs/mcp.md`).
 
+    The name of a server has letters, digits, `-` and `_`.
+
     Attributes:
         default: names of the servers for jobs that do not select any (`JobSpec.mcp`).
-        servers: the servers by name: letters, digits, `-` and `_`.
     """
 
     default: tuple[str, ...] = ()
