@@ -55,7 +55,8 @@ def _mcp(start: Start) -> Started:
     longest_s = max(each.config.call_timeout_s for each in start.mcp)
     return Started(
         argv=(*options, "--disallowedTools", ",".join(refused)) if refused else options,
-        env={"MCP_TOOL_TIMEOUT": str(round(1000 * longest_s))},
+        # Otherwise it shows only the names of tools, and the policy must search for a tool before it calls it.
+        env={"MCP_TOOL_TIMEOUT": str(round(1000 * longest_s)), "ENABLE_TOOL_SEARCH": "false"},
         files={"mcp.json": json.dumps({"mcpServers": servers})},
     )
 
