@@ -77,25 +77,36 @@ ATTEMPTS = {
     "it kills the server and its program": turns(
         KILL, bash("alias python3=false; exec -a x false"), tool("inside", "echo", text="x")
     ),
+    "it writes without an end": turns(odd("stream", "inside"), tool("inside", "echo", text="x")),
+    "it logs without an end": turns(odd("errors", "inside"), tool("inside", "echo", text="x")),
+    "it hangs the list of tools": turns(odd("mute", "inside"), tool("inside", "echo", text="x")),
     "it hangs the server": turns(odd("hang", "inside"), tool("inside", "echo", text="x")),
     "it stops the server": turns(
         bash("for p in /proc/[0-9]*; do grep -q tools/list $p/cmdline && kill -STOP ${p#/proc/}; done; true"),
         tool("inside", "echo", text="x"),
     ),
     "it crashes a server on the node": turns(odd("exit 3"), odd("kill 11"), tool("node", "echo", text="x")),
-    "it floods the node": turns(odd("flood"), tool("node", "echo", text="x")),
+    "it floods the node": turns(odd("flood"), odd("stream"), tool("node", "echo", text="x")),
+    "it crashes a server that does not start again": turns(
+        tool("once", "odd", how="exit 3"), tool("once", "echo", text="x")
+    ),
     "it hides every tool": turns(*(odd(f"hide {each}") for each in ("echo", "count", "odd")), odd("exit 0")),
     "it changes the tools in every turn": turns(*(odd(f"offer t{n}") for n in range(6))),
 }
 
 
-async def test_a_policy_that_ends_a_server_voids_nothing(rig, provider):
-    with_servers(rig, "inside", "node", inside=plain("sandbox", call_timeout_s=2.0), node=plain(call_timeout_s=2.0))
+async def test_a_policy_that_ends_a_server_voids_nothing(rig, provider, tmp_path):
+    once = ("sh", "-c", f'test -e {tmp_path}/$1 && exit 7; touch {tmp_path}/$1; shift; exec "$@"')
+    servers = {"inside": plain("sandbox", call_timeout_s=2.0), "node": plain(call_timeout_s=2.0)}
+    declared = plain(call_timeout_s=2.0)
+    servers["once"] = msgspec.structs.replace(declared, command=(*once, "sh", "started", *declared.command))
+    with_servers(rig, "inside", "node", **servers)
     found = {}
     async with open_bench(rig, provider) as play, trio.open_nursery() as nursery:
 
         async def one(name, says):
-            outcome = await play(name, says, Tools())
+            more = {"mcp": ["once"]} if "again" in name else {}
+            outcome = await play(name, says, Tools(), **more)
             found[name] = SURVIVED if ends(outcome) == SURVIVED else (ends(outcome), outcome.error, seen(outcome))
 
         for name, says in ATTEMPTS.items():

@@ -35,6 +35,11 @@ def odd(how, id):
     if what == "raw": write(bytes.fromhex(value).replace(b"ID", str(id).encode())); return None
     if what == "flood":
         while True: send(method="notifications/message", params={"level": "info", "data": "x"})
+    if what == "stream":
+        while True: sys.stdout.write("x" * 65536)
+    if what == "errors":
+        while True: sys.stderr.write("x" * 65536)
+    if what == "mute": tools["mute"] = {}; send(method="notifications/tools/list_changed")
     if what == "child": return str(subprocess.Popen(["sleep", "1000"]).pid)
     if what == "offer": tools[value] = {}; send(method="notifications/tools/list_changed")
     if what == "hide": del tools[value]; send(method="notifications/tools/list_changed")
@@ -49,7 +54,8 @@ for line in sys.stdin:
         send(id=id, result={"protocolVersion": os.environ.get("VERSION", params["protocolVersion"]),
             "capabilities": {"tools": {"listChanged": True}}, "serverInfo": {"name": "plain", "version": "1"}})
     elif method == "tools/list":
-        if "--lists" in sys.argv: write(json.dumps({"jsonrpc": "2.0", "id": id, "result": json.loads(sys.argv[-1])}))
+        if "mute" in tools: time.sleep(1000)
+        elif "--lists" in sys.argv: write(json.dumps({"jsonrpc": "2.0", "id": id, "result": json.loads(sys.argv[-1])}))
         else: send(id=id, result={"tools": listed()})
     elif method == "tools/call":
         given = params.get("arguments", {})

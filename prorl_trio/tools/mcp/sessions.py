@@ -7,6 +7,7 @@ import logging
 import math
 from contextlib import asynccontextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import mcp_types as types
@@ -40,8 +41,8 @@ logger = logging.getLogger(__name__)
 MAX_TOOLS: Final = 128
 """Limit of the tools of one server."""
 MAX_DESCRIPTION_CHARS: Final = 4_000
-MAX_RELISTS: Final = 8
-"""Limit of changed tool lists per server and rollout, because each begins a segment with all tokens so far."""
+MAX_LISTS: Final = 9
+"""Limit of tool lists per server and rollout, because each new one begins a segment with all tokens so far."""
 END_TIMEOUT_S: Final = 1.0
 """Time for a server at a URL to end its session, and for a server to end after its connection was closed."""
 _MODES: Final = {"auto": "auto", "handshake": "legacy", "stateless": LATEST_MODERN_VERSION}
@@ -129,7 +130,7 @@ class _Server:
         self._down = trio.Event()
         self._ended: Ended | None = None
         self._was_called = False
-        self._relists_left = MAX_RELISTS
+        self._lists_left = MAX_LISTS
 
     async def serve(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Run the server until `end` is set, or until it ends; `started` when its tools are known.
@@ -140,10 +141,12 @@ class _Server:
         """
         self._down, self._ended, is_ready = trio.Event(), None, False
         limit_s = self.config.start_timeout_s
-        with trio.CancelScope(deadline=trio.current_time() + limit_s) as self._connection:  # noqa: ASYNC912 - it waits
+        connection = self._connection = trio.CancelScope(deadline=trio.current_time() + limit_s)
+        note_end = partial(self._note_end, connection)
+        with connection:  # noqa: ASYNC912 - it waits
             try:
                 async with Client(
-                    open_transport(self.config, self._sandbox, self._run_path, self._note_end),
+                    open_transport(self.config, self._sandbox, self._run_path, note_end),
                     mode=_MODES[self.config.protocol],
                     cache=None,
                     client_info=types.Implementation(name="prorl-trio", version="1"),
@@ -151,15 +154,15 @@ class _Server:
                 ) as client:
                     self._session = client.session
                     await self._list()
-                    self._connection.deadline = math.inf
+                    connection.deadline = math.inf
                     self._nursery.start_soon(self._listen, client)
                     task_status.started()
                     is_ready = True
                     await self.end.wait()
             except Exception as exc:  # whatever the package raises, in groups, when a connection breaks
-                self._note_end(Ended(leaves(exc)[0]))
+                note_end(Ended(leaves(exc)[0]))
         if not is_ready:
-            self._note_end(Ended(TimeoutError(f"it was not ready within {limit_s:g} s")))
+            note_end(Ended(TimeoutError(f"it was not ready within {limit_s:g} s")))
             raise self._error()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Observation:
@@ -207,15 +210,17 @@ class _Server:
         raise reply
 
     async def relist(self) -> None:
-        if self._relists_left and not self._down.is_set():
-            self._relists_left -= 1
+        if not self._down.is_set():
             with trio.move_on_after(self.config.call_timeout_s), suppress(MCPError, ValidationError, McpServerLost):
                 await self._list()
         self.has_changed = False
 
     async def _list(self) -> None:
-        """Raises McpServerLost if no tool can be offered."""
+        """List the tools, unless that was done too often. Raises McpServerLost if no tool can be offered."""
         self.has_changed = False
+        if not self._lists_left:
+            return
+        self._lists_left -= 1
         listed: list[types.Tool] = []
         cursor: str | None = None
         while len(listed) <= MAX_TOOLS:
@@ -258,7 +263,7 @@ class _Server:
         try:
             await self._nursery.start(self.serve)
         except McpServerLost as again:
-            if not is_spoilt(again):
+            if self.config.url:
                 raise
             return Observation.refused(f"{again}.", "crashed")
         self.has_changed = True
@@ -279,11 +284,12 @@ class _Server:
         is_used = self._place == "sandbox" and self._sandbox is not None and self._sandbox.is_used
         return spoilt(error) if is_used else error
 
-    def _note_end(self, ended: Ended) -> None:
-        """Note the first reason of an end, and end what is left of the connection."""
-        self._ended = self._ended or ended
-        self._down.set()
-        self._connection.cancel()
+    def _note_end(self, connection: trio.CancelScope, ended: Ended) -> None:
+        """Note the first reason of the end of a connection, and end what is left of it."""
+        connection.cancel()
+        if connection is self._connection:
+            self._ended = self._ended or ended
+            self._down.set()
 
     async def _on_message(self, message: IncomingMessage) -> None:
         self.has_changed |= isinstance(message, types.ToolListChangedNotification)

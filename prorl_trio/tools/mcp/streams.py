@@ -25,6 +25,8 @@ MAX_UNSENT: Final = 1_024
 """Limit of messages for a server that does not read. The caller of one more waits, up to its own time limit."""
 MAX_UNASKED: Final = 1_000
 """Limit of other messages and lines between two answers of a server."""
+MAX_UNASKED_MESSAGES: Final = 64
+"""Limit of their size, in messages of the largest size."""
 BROKEN: Final = (OSError, ValueError, RolloutError, trio.BrokenResourceError, trio.ClosedResourceError)
 """Errors by which a pipe ends."""
 
@@ -101,7 +103,7 @@ class _Lines:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._line = bytearray()
-        self._unasked = 0
+        self._unasked = self._unasked_bytes = 0
         self.asked: dict[str | int, None] = {}
 
     def messages_of(self, data: bytes) -> Iterator[types.JSONRPCMessage]:
@@ -110,6 +112,9 @@ class _Lines:
         Raises:
             ValueError: the server sends too much that is not an answer.
         """
+        self._unasked_bytes += len(data)
+        if self._unasked_bytes > MAX_UNASKED_MESSAGES * self._max_bytes:
+            raise ValueError(f"it sent {self._unasked_bytes} bytes without an answer")
         for number, part in enumerate(data.split(b"\n")):
             if number:  # the line before has ended
                 message = self._too_long() if len(self._line) > self._max_bytes else _parsed(bytes(self._line))
@@ -117,7 +122,7 @@ class _Lines:
                 self._unasked += 1
                 if isinstance(message, types.JSONRPCResponse | types.JSONRPCError) and message.id in self.asked:
                     del self.asked[message.id]
-                    self._unasked = 0
+                    self._unasked = self._unasked_bytes = 0
                 if self._unasked > MAX_UNASKED:
                     raise ValueError(f"it sent more than {MAX_UNASKED} messages or lines that are not answers")
                 if message is not None:

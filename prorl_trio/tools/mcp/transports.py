@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 SERVICE_TIMEOUT_S: Final = 7 * 24 * 3600.0
 """Time limit of a program in a sandbox, longer than any rollout."""
 MAX_STDERR_BYTES: Final = 4096
+MAX_LOG_BYTES: Final = 64 * 1024 * 1024
+"""Limit of a server's logs in a sandbox, which the node receives."""
 EXIT_TIMEOUT_S: Final = 1.0
 """Time for a process to end after its output has."""
 READ_BYTES: Final = 64 * 1024
@@ -60,6 +62,7 @@ async def _in_sandbox(
         max_stderr_bytes=MAX_STDERR_BYTES,
         is_service=True,
     ) as program:
+        program.max_stderr_bytes = MAX_LOG_BYTES
 
         async def receive() -> bytes:
             if not (data := await program.receive_some()):
