@@ -5,11 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from prorl_trio.config import McpServerConfig
-from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.sandbox.reaper import ProcessId, descendants
+from prorl_trio.tools import ToolSet
 from prorl_trio.tools.mcp.sessions import open_sessions
+from prorl_trio.types.models import ToolCall
 from support.processes import command_line
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.tools import Observation
+    from prorl_trio.tools.mcp.sessions import McpServers
 
 PLAIN = r"""
 import json, os, signal, subprocess, sys, time
@@ -111,33 +121,31 @@ match sys.argv[1]:
 """Two servers made with the package: `high` with its decorators, also at a port, and `low` with its handlers."""
 
 
-def made(kind, **fields):
+def made(kind: str, **fields: Any) -> McpServerConfig:
     """The declaration of a server on the node that is made with the package."""
     return McpServerConfig(command=(sys.executable, "-c", MADE, kind), where="node", call_timeout_s=10.0, **fields)
 
 
-def plain(where="node", *arguments, **fields):
+def plain(where: str = "node", *arguments: str, **fields: Any) -> McpServerConfig:
     """The declaration of a plain server."""
     command = (sys.executable if where == "node" else "python3", "-I", "-S", "-c", PLAIN, *arguments)
-    return McpServerConfig(
-        **{"command": command, "where": where, "call_timeout_s": 5.0, "protocol": "handshake", **fields}
-    )
+    declared = {"command": command, "where": where, "call_timeout_s": 5.0, "protocol": "handshake", **fields}
+    return McpServerConfig(**declared)
 
 
-def plain_processes():
-    """The processes of plain servers on the node."""
+def plain_processes() -> list[ProcessId]:
+    """The processes of plain servers on this machine that this process started."""
     return [each for each in descendants(os.getpid()) if PLAIN.encode() in command_line(each.pid)]
 
 
 @asynccontextmanager
-async def opened(config=None, sandbox=None, **more):
+async def opened(
+    config: McpServerConfig | None = None, sandbox: Sandbox | None = None, **more: Any
+) -> AsyncIterator[tuple[Callable[..., Awaitable[Observation]], McpServers]]:
     """Open sessions; yield a function that calls a tool by its name at the server, and the servers."""
-    from prorl_trio.tools import ToolSet
-    from prorl_trio.types.models import ToolCall
-
     async with open_sessions({"s": config or plain(**more)}, sandbox, None) as servers:
 
-        async def call(tool, **arguments):
+        async def call(tool: str, **arguments: Any) -> Observation:
             tools = ToolSet(servers.tools, max_observation_chars=2_000)
             return await tools.call(ToolCall(name=f"s__{tool}", arguments=arguments, raw=""), sandbox, timeout_s=30)
 
