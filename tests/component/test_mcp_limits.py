@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import trio
 
 from prorl_trio.config import McpServerConfig
-from prorl_trio.sandbox.reaper import identify
+from prorl_trio.sandbox.reaper import identify, wait_gone
 from prorl_trio.tools.mcp.sessions import MAX_TOOLS
 from prorl_trio.types.errors import McpServerLost
 from support.mcp_servers import opened, plain, plain_processes
@@ -199,3 +202,28 @@ async def test_a_list_that_is_none_is_a_server_that_does_not_start():
     with pytest.raises(McpServerLost, match=r"MCP server 's': 1 validation error for ListToolsResult"):
         async with opened(plain("node", "--lists", listed)):
             pass
+
+
+NODE = """
+import sys, trio
+sys.path[:0] = [sys.argv[1]]
+from support.mcp_servers import opened
+async def main():
+    async with opened(call_timeout_s=1.0) as (call, _servers):
+        print((await call("odd", how="pid")).text, flush=True)
+        await call("odd", how="deaf")
+        await trio.sleep_forever()
+trio.run(main)
+"""
+
+
+async def test_a_killed_node_leaves_no_server(tmp_path):
+    folder = str(Path(__file__).parents[1])
+    process = await trio.lowlevel.open_process([sys.executable, "-c", NODE, folder], stdout=subprocess.PIPE)
+    pid = int(await process.stdout.receive_some())
+    server = identify(pid)
+    process.kill()
+    await process.wait()
+    await process.stdout.aclose()
+    assert server is not None
+    assert await trio.to_thread.run_sync(wait_gone, [server], 10.0) == set()

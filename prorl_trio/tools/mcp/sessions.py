@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -110,27 +111,25 @@ async def open_sessions(
         nursery.cancel_scope.deadline = trio.current_time() + END_TIMEOUT_S
 
 
+@dataclass(eq=False)
 class _Server:
     """A server and its client. A new process or connection replaces one that the policy may have ended."""
 
-    def __init__(
-        self, name: str, config: McpServerConfig, nursery: trio.Nursery, sandbox: Sandbox | None, run_path: Path | None
-    ) -> None:
-        self.name = name
-        self.config = config
-        self.tools: list[McpTool] = []
-        self.others: list[str] = []
-        """Names of its tools that are not offered."""
-        self.has_changed = False
-        self.end = trio.Event()
-        self._nursery = nursery
-        self._sandbox = sandbox
-        self._run_path = run_path
-        self._connection = trio.CancelScope()
-        self._down = trio.Event()
-        self._ended: Ended | None = None
-        self._was_called = False
-        self._lists_left = MAX_LISTS
+    name: str
+    config: McpServerConfig
+    nursery: trio.Nursery
+    sandbox: Sandbox | None
+    run_path: Path | None
+    tools: list[McpTool] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Names of its tools that are not offered."""
+    has_changed: bool = False
+    end: trio.Event = field(default_factory=trio.Event)
+    _connection: trio.CancelScope = field(default_factory=trio.CancelScope)
+    _down: trio.Event = field(default_factory=trio.Event)
+    _ended: Ended | None = None
+    _was_called: bool = False
+    _lists_left: int = MAX_LISTS
 
     async def serve(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Run the server until `end` is set, or until it ends; `started` when its tools are known.
@@ -146,7 +145,7 @@ class _Server:
         with connection:  # noqa: ASYNC912 - it waits
             try:
                 async with Client(
-                    open_transport(self.config, self._sandbox, self._run_path, note_end),
+                    open_transport(self.config, self.sandbox, self.run_path, note_end),
                     mode=_MODES[self.config.protocol],
                     cache=None,
                     client_info=types.Implementation(name="prorl-trio", version="1"),
@@ -155,7 +154,7 @@ class _Server:
                     self._session = client.session
                     await self._list()
                     connection.deadline = math.inf
-                    self._nursery.start_soon(self._listen, client)
+                    self.nursery.start_soon(self._listen, client)
                     task_status.started()
                     is_ready = True
                     await self.end.wait()
@@ -190,7 +189,7 @@ class _Server:
                     reply = exc
             answered.set()
 
-        self._nursery.start_soon(ask)
+        self.nursery.start_soon(ask)
         try:
             with trio.move_on_after(self.config.call_timeout_s):
                 await answered.wait()
@@ -261,7 +260,7 @@ class _Server:
         if not (self.config.url or is_spoilt(error) or (self._place == "node" and self._was_called and not was_killed)):
             raise error
         try:
-            await self._nursery.start(self.serve)
+            await self.nursery.start(self.serve)
         except McpServerLost as again:
             if self.config.url:
                 raise
@@ -281,7 +280,7 @@ class _Server:
         error = McpServerLost(
             f"MCP server {self.name!r}: {why or reason or 'it has closed the connection'}", self._place
         )
-        is_used = self._place == "sandbox" and self._sandbox is not None and self._sandbox.is_used
+        is_used = self._place == "sandbox" and self.sandbox is not None and self.sandbox.is_used
         return spoilt(error) if is_used else error
 
     def _note_end(self, connection: trio.CancelScope, ended: Ended) -> None:

@@ -18,7 +18,6 @@ from prorl_trio.types.errors import RolloutError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
     from mcp.client._transport import TransportStreams
 
 MAX_UNSENT: Final = 1_024
@@ -56,45 +55,37 @@ async def open_streams(
     to_session, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     to_server, from_session = anyio.create_memory_object_stream[SessionMessage](MAX_UNSENT)
     lines = _Lines(max_message_bytes)
+
+    async def write() -> None:
+        async for each in from_session:
+            if isinstance(each.message, types.JSONRPCRequest):
+                lines.asked[each.message.id] = None
+            try:
+                await send(each.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+            except BROKEN:  # the reader determines what has happened
+                return
+
+    async def read() -> None:
+        failure: Exception | None = None
+        with to_session:
+            try:
+                while data := await receive():
+                    for message in lines.messages_of(data):
+                        await to_session.send(SessionMessage(message))
+            except BROKEN as exc:
+                failure = exc
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                return  # the session has ended
+            on_end(Ended(failure))
+
     with to_session, from_server, to_server, from_session:
         async with open_single_nursery() as nursery:
-            nursery.start_soon(_write, from_session, send, lines)
-            nursery.start_soon(_read, receive, to_session, on_end, lines)
+            nursery.start_soon(write)
+            nursery.start_soon(read)
             try:
                 yield from_server, to_server
             finally:
                 nursery.cancel_scope.cancel()
-
-
-async def _write(
-    messages: MemoryObjectReceiveStream[SessionMessage], send: Callable[[bytes], Awaitable[None]], lines: _Lines
-) -> None:
-    async for each in messages:
-        if isinstance(each.message, types.JSONRPCRequest):
-            lines.asked[each.message.id] = None
-        try:
-            await send(each.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-        except BROKEN:  # the reader determines what has happened
-            return
-
-
-async def _read(
-    receive: Callable[[], Awaitable[bytes]],
-    to_session: MemoryObjectSendStream[SessionMessage | Exception],
-    on_end: Callable[[Ended], None],
-    lines: _Lines,
-) -> None:
-    failure: Exception | None = None
-    with to_session:
-        try:
-            while data := await receive():
-                for message in lines.messages_of(data):
-                    await to_session.send(SessionMessage(message))
-        except BROKEN as exc:
-            failure = exc
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            return  # the session has ended
-        on_end(Ended(failure))
 
 
 class _Lines:

@@ -14,7 +14,6 @@ from mcp.client.streamable_http import streamable_http_client
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.run_dir import open_run_dir
 from prorl_trio.tools.mcp.streams import Ended, open_streams
-from prorl_trio.types.errors import HandlerError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -54,7 +53,7 @@ async def _in_sandbox(
     config: McpServerConfig, sandbox: Sandbox | None, on_end: Callable[[Ended], None]
 ) -> AsyncIterator[TransportStreams]:
     if sandbox is None:
-        raise HandlerError("it needs a sandbox, which this task does not have")
+        raise ValueError("it needs a sandbox, which this task does not have")
     async with sandbox.open_program(
         config.command,
         timeout_s=SERVICE_TIMEOUT_S,
