@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_TOOLS: Final = 128
 """Limit of the tools of one server."""
 MAX_DESCRIPTION_CHARS: Final = 4_000
+MAX_REASON_CHARS: Final = 1_000
 MAX_LISTS: Final = 9
 """Limit of tool lists per server and rollout, because each new one begins a segment with all tokens so far."""
 END_TIMEOUT_S: Final = 1.0
@@ -209,14 +210,13 @@ class _Server:
         raise reply
 
     async def relist(self) -> None:
+        self.has_changed = False
         if not self._down.is_set():
             with trio.move_on_after(self.config.call_timeout_s), suppress(MCPError, ValidationError, McpServerLost):
                 await self._list()
-        self.has_changed = False
 
     async def _list(self) -> None:
         """List the tools, unless that was done too often. Raises McpServerLost if no tool can be offered."""
-        self.has_changed = False
         if not self._lists_left:
             return
         self._lists_left -= 1
@@ -242,7 +242,7 @@ class _Server:
                 others.append(each.name)
         if not chosen:
             known = ", ".join(others) or "none"
-            raise self._error(f"it has no tool that its `tools` select; there are: {known[:MAX_DESCRIPTION_CHARS]}")
+            raise self._error(f"it has no tool that its `tools` select; there are: {known}")
         self.tools, self.others = list(chosen.values()), others
 
     async def _is_down_soon(self) -> bool:
@@ -275,11 +275,10 @@ class _Server:
     def _error(self, why: str = "") -> McpServerLost | SandboxLost:
         """Return the error for its end, which is the policy's if it has used the server's sandbox."""
         reason = self._ended.reason if self._ended is not None else None
-        if isinstance(reason, SandboxLost):
+        if isinstance(reason, McpServerLost | SandboxLost):
             return reason
-        error = McpServerLost(
-            f"MCP server {self.name!r}: {why or reason or 'it has closed the connection'}", self._place
-        )
+        what = f"MCP server {self.name!r}: {why or reason or 'it has closed the connection'}"
+        error = McpServerLost(what[:MAX_REASON_CHARS], self._place)
         is_used = self._place == "sandbox" and self.sandbox is not None and self.sandbox.is_used
         return spoilt(error) if is_used else error
 
