@@ -108,7 +108,7 @@ async def test_a_hang_at_a_url_ends_at_its_limit(url, protocol):
 async def test_a_url_that_nobody_serves_is_infrastructure():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(McpServerLost, match="MCP server 's': all attempts to connect to 127.0.0.1") as caught:
+    with pytest.raises(McpServerLost, match=r"MCP server 's': all attempts to connect to 127\.0\.0\.1") as caught:
         async with open_sessions({"s": McpServerConfig(url=f"http://127.0.0.1:{port}/mcp")}, None, None):
             pass
     assert (caught.value.cause, caught.value.error_code) == ("node", "mcp_server")
