@@ -46,13 +46,14 @@ def servers_of(config: NodeConfig, spec: JobSpec) -> dict[str, McpServerConfig]:
     servers = config.mcp.of_job(spec.mcp)
     if servers:
         _check_package()
-    if isinstance(agent := spec.agent, AgentProgram) and servers:
-        preset = presets().get(agent.preset)
-        if preset is None or not preset.takes_mcp:
-            able = ", ".join(name for name, each in presets().items() if each.takes_mcp)
-            raise ConfigError(f"the agent {agent.name!r} is not given MCP servers; these are: {able}. Set mcp to []")
+    if servers and isinstance(agent := spec.agent, AgentProgram):
+        able = [name for name, preset in presets().items() if preset.takes_mcp]
+        if agent.preset not in able:
+            raise ConfigError(
+                f"the agent {agent.name!r} is not given MCP servers; these are: {', '.join(able)}. Set mcp to []"
+            )
         for name, server in servers.items():
-            if server.secrets or (server.where == "node" and not server.url):
+            if server.secrets or server.where == "node":
                 raise ConfigError(f"mcp.servers.{name}: agents in a sandbox do not reach the node or its secrets")
             if server.url and not config.sandbox.network:
                 raise ConfigError(f"mcp.servers.{name}: an agent in a sandbox needs sandbox.network for a url")

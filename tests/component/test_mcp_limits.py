@@ -13,10 +13,13 @@ import pytest
 import trio
 
 from prorl_trio.config import McpServerConfig
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import identify, wait_gone
-from prorl_trio.tools.mcp.sessions import MAX_TOOLS
+from prorl_trio.tools.mcp.sessions import MAX_LISTS, MAX_TOOLS
 from prorl_trio.types.errors import McpServerLost
 from support.mcp_servers import opened, plain, plain_processes
+from support.skips import because
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
@@ -116,11 +119,34 @@ async def test_results_are_cut_and_oversized_messages_are_not_kept():
         assert (await call("echo", text="still here")).text == "still here"
 
 
-async def test_a_flood_ends_its_server():
-    async with opened() as (call, _servers):
-        seen = await call("odd", how="flood")
+@pytest.mark.parametrize(("how", "why"), [("flood", "more than 1000 messages"), ("stream", "bytes without an answer")])
+async def test_a_flood_ends_its_server(how, why):
+    async with opened(max_message_bytes=64 * 1024, call_timeout_s=20.0) as (call, _servers):
+        seen = await call("odd", how=how)
         assert seen.outcome == "crashed"
-        assert "more than 1000 messages" in seen.text
+        assert why in seen.text
+
+
+async def test_logs_of_a_server_in_a_sandbox_are_limited(monkeypatch):
+    monkeypatch.setattr("prorl_trio.tools.mcp.transports.MAX_LOG_BYTES", 1024 * 1024)
+    provider = PROVIDERS["bubblewrap"]()
+    if not (await provider.probe()).usable:
+        pytest.skip(because("bubblewrap does not work on this machine", "prorl-trio doctor"))
+    config = plain("sandbox", call_timeout_s=20.0)
+    async with provider.open_sandbox(SandboxSpec()) as sandbox, opened(config, sandbox) as (call, _servers):
+        with pytest.raises(McpServerLost, match="bytes of errors"):
+            await call("odd", how="errors")
+
+
+async def test_tools_change_a_limited_number_of_times():
+    """Each change begins a segment with all tokens so far."""
+    async with opened() as (call, servers):
+        for number in range(MAX_LISTS + 2):
+            await call("odd", how=f"offer t{number}")
+            assert servers.have_changed
+            await servers.relist()
+            assert not servers.have_changed
+        assert len(servers.tools) == 3 + MAX_LISTS - 1
 
 
 async def test_a_server_on_the_node_has_a_clean_environment_and_an_empty_folder(monkeypatch):

@@ -12,11 +12,12 @@ import pytest
 import trio
 
 from component.test_whose_doing import SURVIVED, Tools, bash, open_bench, provider, turns
+from prorl_trio.chat.conversation import Conversation
 from prorl_trio.config import McpConfig
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.testing.fake_sandbox import FakeProvider
-from prorl_trio.types.errors import McpServerLost
+from prorl_trio.types.errors import HandlerError, McpServerLost
 from prorl_trio.types.models import Budgets, McpServer
 from support.mcp_servers import PLAIN, opened, plain, plain_processes
 from support.processes import command_line
@@ -86,6 +87,7 @@ ATTEMPTS = {
         tool("inside", "echo", text="x"),
     ),
     "it crashes a server on the node": turns(odd("exit 3"), odd("kill 11"), tool("node", "echo", text="x")),
+    "it looks for the node's server": turns(odd("pid"), KILL, odd("pid"), tool("node", "echo", text="x")),
     "it floods the node": turns(odd("flood"), odd("stream"), tool("node", "echo", text="x")),
     "it crashes a server that does not start again": turns(
         tool("once", "odd", how="exit 3"), tool("once", "echo", text="x")
@@ -169,6 +171,23 @@ async def test_a_changed_list_begins_a_segment_with_the_new_tools(rig):
     ]
     offered = {each["function"]["name"] for each in outcome.trajectory.tools}
     assert {"node__echo", "node__fresh", "node__odd"} <= offered
+
+
+@pytest.mark.parametrize("result", [False, HandlerError("the template refuses it")])
+async def test_changed_tools_that_cannot_be_offered_void_nothing(rig, monkeypatch, result):
+    def change_tools(self, tools, *, at_most):
+        if isinstance(result, HandlerError):
+            raise result
+        return result
+
+    monkeypatch.setattr(Conversation, "change_tools", change_tools)
+    with_servers(rig, "node", node=plain())
+    async with open_bench(rig, FakeProvider()) as play:
+        outcome = await play("changed", turns(odd("offer fresh")), Tools())
+    if result is False:
+        assert (outcome.status, outcome.trajectory.stop_reason) == ("completed", "context_budget")
+    else:
+        assert ends(outcome) == SURVIVED
 
 
 async def test_a_hundred_rollouts_with_kills_leave_nothing(rig, tmp_path):
