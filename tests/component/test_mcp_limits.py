@@ -17,6 +17,7 @@ from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import identify, wait_gone
 from prorl_trio.tools.mcp.sessions import MAX_LISTS, MAX_TOOLS
+from prorl_trio.tools.mcp.streams import Ended
 from prorl_trio.types.errors import McpServerLost
 from support.mcp_servers import opened, plain, plain_processes
 from support.skips import because
@@ -74,6 +75,12 @@ async def test_a_call_that_ends_its_server_is_an_observation_and_the_server_star
             assert seen.outcome == "crashed"
             assert seen.text.endswith("It was started again, without its state."), seen.text
             assert (await call("echo", text="again")).text == "again"
+
+
+async def test_a_late_end_of_a_replaced_connection_does_not_end_the_new_one():
+    async with opened() as (call, servers):
+        servers.servers[0]._note_end(trio.CancelScope(), Ended("late"))
+        assert (await call("echo", text="still here")).text == "still here"
 
 
 async def test_a_server_that_claims_a_closed_connection_is_not_believed():
