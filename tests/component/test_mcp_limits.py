@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from prorl_trio.config import McpServerConfig
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import identify, wait_gone
-from prorl_trio.tools.mcp.sessions import MAX_LISTS, MAX_TOOLS
+from prorl_trio.tools.mcp.sessions import MAX_LISTS, MAX_TOOLS, _Server, open_sessions
 from prorl_trio.tools.mcp.streams import Ended
+from prorl_trio.tools.mcp.transports import open_transport
 from prorl_trio.types.errors import McpServerLost
 from support.mcp_servers import opened, plain, plain_processes
 from support.skips import because
@@ -191,6 +193,38 @@ async def test_a_server_that_does_not_start_says_why(config, why):
     with pytest.raises(McpServerLost, match=why):
         async with opened(config):
             pass
+
+
+async def test_starts_wait_for_each_other_so_that_they_do_not_all_time_out(monkeypatch):
+    monkeypatch.setattr("prorl_trio.tools.mcp.sessions.MAX_STARTING", 2)
+    starting, most = 0, []
+
+    @asynccontextmanager
+    async def counted(*arguments):
+        nonlocal starting
+        starting += 1
+        most.append(starting)
+        async with open_transport(*arguments) as streams:
+            yield streams
+
+    async def ready(server):
+        nonlocal starting
+        await _list(server)
+        starting -= 1
+
+    _list = _Server._list
+    monkeypatch.setattr("prorl_trio.tools.mcp.sessions.open_transport", counted)
+    monkeypatch.setattr(_Server, "_list", ready)
+    configs = {f"s{number}": plain() for number in range(5)}
+    configs["bad"] = plain("node", "--early")
+    with pytest.raises(McpServerLost):
+        async with open_sessions(configs, None, None):
+            pass
+    starting = 0
+    del configs["bad"]
+    async with open_sessions(configs, None, None) as servers:
+        assert len(servers.tools) == 15
+    assert max(most[-5:]) <= 2
 
 
 async def test_a_server_in_the_sandbox_needs_one():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
 from mcp.shared.exceptions import MCPError
 from mcp_types.version import LATEST_MODERN_VERSION
 from pydantic import TypeAdapter, ValidationError
+from trio.lowlevel import RunVar
 
 from prorl_ipc.nursery import leaves, open_single_nursery
 from prorl_trio.chat.families.call_values import Malformed, check_portable
@@ -43,6 +45,7 @@ MAX_TOOLS: Final = 128
 """Limit of the tools of one server."""
 MAX_DESCRIPTION_CHARS: Final = 4_000
 MAX_REASON_CHARS: Final = 1_000
+MAX_STARTING: Final = 2 * (os.cpu_count() or 1)
 MAX_LISTS: Final = 9
 """Limit of tool lists per server and rollout, because each new one begins a segment with all tokens so far."""
 END_TIMEOUT_S: Final = 1.0
@@ -50,6 +53,18 @@ END_TIMEOUT_S: Final = 1.0
 _MODES: Final = {"auto": "auto", "handshake": "legacy", "stateless": LATEST_MODERN_VERSION}
 _Reply = types.CallToolResult | types.InputRequiredResult
 _REPLY: Final[TypeAdapter[_Reply]] = TypeAdapter(_Reply)
+
+
+_gates: Final[RunVar[trio.CapacityLimiter]] = RunVar("prorl_trio.tools.mcp.sessions")
+
+
+def _start_gate() -> trio.CapacityLimiter:
+    """Return the gate of this node for starts: more at once would only let them all time out."""
+    try:
+        return _gates.get()
+    except LookupError:
+        _gates.set(trio.CapacityLimiter(MAX_STARTING))
+        return _gates.get()
 
 
 class McpTool(Tool):
@@ -139,6 +154,8 @@ class _Server:
             McpServerLost: it could not be started.
             SandboxLost: its sandbox is gone.
         """
+        gate = _start_gate()
+        await gate.acquire()
         self._down, self._ended, is_ready = trio.Event(), None, False
         limit_s = self.config.start_timeout_s
         connection = self._connection = trio.CancelScope(deadline=trio.current_time() + limit_s)
@@ -158,9 +175,13 @@ class _Server:
                     self.nursery.start_soon(self._listen, client)
                     task_status.started()
                     is_ready = True
+                    gate.release()
                     await self.end.wait()
             except Exception as exc:  # whatever the package raises, in groups, when a connection breaks
                 note_end(Ended(leaves(exc)[0]))
+            finally:
+                if not is_ready:
+                    gate.release()
         if not is_ready:
             note_end(Ended(TimeoutError(f"it was not ready within {limit_s:g} s")))
             raise self._error()
