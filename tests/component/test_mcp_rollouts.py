@@ -193,7 +193,7 @@ async def test_changed_tools_that_cannot_be_offered_void_nothing(rig, monkeypatc
 async def test_a_hundred_rollouts_with_kills_leave_nothing(rig, tmp_path):
     """A third is killed from outside, a third ends its server, a third is cancelled or well."""
     with_servers(rig, "node", node=plain(call_timeout_s=20.0))
-    stages = msgspec.structs.replace(rig.config.stages, run_workers=16)
+    stages = msgspec.structs.replace(rig.config.stages, run_workers=32)
     sandbox = msgspec.structs.replace(rig.config.sandbox, runtime_dir=str(tmp_path / "run"))
     rig.config = msgspec.structs.replace(rig.config, stages=stages, sandbox=sandbox)
     kinds = {
@@ -208,12 +208,12 @@ async def test_a_hundred_rollouts_with_kills_leave_nothing(rig, tmp_path):
 
             async def one(number, kind, says, expected):
                 outcome = await play(
-                    f"{kind} {number}", says, Tools(), budgets=Budgets(agent_s=3.0 if kind == "hangs" else 60)
+                    f"{kind} {number}", says, Tools(), budgets=Budgets(agent_s=1.0 if kind == "hangs" else 60)
                 )
                 found.append(ends(outcome) == expected or (kind, outcome.error, seen(outcome)))
 
             for number in range(100):
-                kind = ("killed", "crashed", "spawns")[number % 3] if number % 20 else "hangs"
+                kind = ("killed", "crashed", "spawns")[number % 3] if number % 50 else "hangs"
                 nursery.start_soon(one, number, kind, *kinds[kind])
     assert found == [True] * 100
     assert plain_processes() == []
