@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
+from prorl_trio.config.mcp import McpConfig, McpServerConfig
 from prorl_trio.config.node import (
     AdmissionConfig,
     AgentConfig,
@@ -41,6 +42,8 @@ __all__ = [
     "LedgerConfig",
     "ListenConfig",
     "LoadConfig",
+    "McpConfig",
+    "McpServerConfig",
     "ModelConfig",
     "MonitoringConfig",
     "NemoGymConfig",

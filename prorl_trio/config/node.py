@@ -13,6 +13,7 @@ import msgspec
 from prorl_ipc.arena_socket import MAX_ARENA_READERS
 from prorl_ipc.limits import SandboxLimits
 from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
+from prorl_trio.config.mcp import McpConfig
 from prorl_trio.config.quantities import (
     MAX_BYTES,
     MAX_OPEN_FILES,
@@ -748,6 +749,7 @@ class NodeConfig(Table, frozen=True):
     scoring: ScoringConfig = ScoringConfig()
     search: SearchConfig = SearchConfig()
     nemo_gym: NemoGymConfig = NemoGymConfig()
+    mcp: McpConfig = McpConfig()
     arena: ArenaConfig = ArenaConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -10,6 +10,7 @@ import msgspec
 import trio
 
 from prorl_trio.agent.external import ExternalAgents
+from prorl_trio.agent.mcp import servers_of
 from prorl_trio.agents.preset import find_preset
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.job import Job
@@ -155,6 +156,10 @@ class Node:
                 find_preset(spec.agent.preset)
             except ConfigError as exc:
                 raise MalformedJob(str(exc), "$.agent.preset") from None
+        try:
+            servers_of(self.config, spec)
+        except ConfigError as exc:
+            raise MalformedJob(str(exc), "$.mcp") from None
         if (unreadable := self._golds.refusal(handler, spec.instance.payload)) is not None:
             raise MalformedJob(str(unreadable), unreadable.path)
 
