@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from prorl_trio.edges.rest.events import _Passing
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.types.errors import AdmissionRejected
 from support.fake_node import FakeNode, make_outcome, make_spec
@@ -126,7 +127,7 @@ async def test_slow_listener_is_told_what_it_missed(node):
 async def test_who_asks_for_it_gets_warnings_of_the_log_of_any_thread_and_recent_ones(node):
     logger = logging.getLogger("prorl_trio.tests")
     async with open_rest(node, event_heartbeat_interval_s=60) as rest:
-        logger.warning("before %s", "\ud800")
+        logger.warning("before")
         async with (
             await trio.open_tcp_stream(rest.host, rest.port) as stream,
             await trio.open_tcp_stream(rest.host, rest.port) as quiet,
@@ -144,8 +145,18 @@ async def test_who_asks_for_it_gets_warnings_of_the_log_of_any_thread_and_recent
         ("log", "WARNING", "prorl_trio.tests"),
         ("log", "ERROR", "prorl_trio.tests"),
     ]
-    assert got[0][1]["message"].startswith("before ")
+    assert got[0][1]["message"] == "before"
     assert len(got[1][1]["message"]) == 1000
+
+
+async def test_text_of_the_log_that_no_json_has_is_made_portable():
+    lines = []
+    handler = _Passing(lines.append, trio.lowlevel.current_trio_token())
+    for arguments in (("\ud800",), ("too", "many")):
+        handler.emit(logging.LogRecord("a", logging.WARNING, "f", 1, "what %s", arguments, None))
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(lines) == 1
+    assert msgspec.json.decode(msgspec.json.encode(lines[0]))["message"].startswith("what ")
 
 
 async def test_event_streams_are_limited_and_given_back(node):
