@@ -52,6 +52,7 @@ class FakeTinker(FakeEngine):
         sampled_from: the weights of the latest samples; the base model's name for its own.
         cancelled: ids of the futures that a client has cancelled.
         sessions, samplers: the sessions, and the weights of each sampling session.
+        polled: set at the next poll that ends without a result, and then replaced.
     """
 
     api_key: str = ""
@@ -70,6 +71,7 @@ class FakeTinker(FakeEngine):
         self.cancelled: list[str] = []
         self.sessions: set[str] = set()
         self.samplers: dict[str, str] = {}
+        self.polled = trio.Event()
         self._futures: dict[str, FakeFuture] = {}
         self._by_seq_id: dict[tuple[str, int], str] = {}
         self._numbers = count()
@@ -174,6 +176,8 @@ class FakeTinker(FakeEngine):
         with trio.move_on_after(self.poll_s):
             await future.ended.wait()
         if future.answer is None:
+            self.polled.set()
+            self.polled = trio.Event()
             if future.scope.cancel_called:
                 return _json({"error": "the request was cancelled", "category": "server"})
             if self.asks_again:
