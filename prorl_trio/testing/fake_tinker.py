@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
 from prorl_trio.testing.fake_http import Answer, HttpCall
 
@@ -127,11 +128,12 @@ class FakeTinker(FakeEngine):
             return _error(404, "Sampling session or checkpoint not found")
         key = (asked["sampling_session_id"], asked["seq_id"])
         if key not in self._by_seq_id:
-            self._by_seq_id[key] = request_id = str(next(self._numbers))
-            self._futures[request_id] = future = FakeFuture()
+            self._by_seq_id[key] = str(next(self._numbers))
+            self._futures[self._by_seq_id[key]] = future = FakeFuture()
             self.sampled_from.append(weights)
             self.nursery.start_soon(self._sample, asked, call, future)
-        return _json({"request_id": self._by_seq_id[key], "model_id": None})
+        request_id = self._by_seq_id[key]
+        return _json({"request_id": request_id, "sample_sequence_ids": [f"{request_id}-0"]})
 
     async def _sample(self, asked: dict[str, Any], call: HttpCall, future: FakeFuture) -> None:
         sampling = asked["sampling_params"]
@@ -224,6 +226,6 @@ async def open_fake_tinker(
     *, script: Script | None = None, config: FakeEngineConfig | None = None, kind: type[FakeTinker] = FakeTinker
 ) -> AsyncIterator[FakeTinker]:
     """Serve a fake Tinker server. See `open_look_alike`. `max_model_len` 0: it does not report its context length."""
-    async with open_look_alike(kind, script, config, port=0) as server, trio.open_nursery() as server.nursery:
+    async with open_look_alike(kind, script, config, port=0) as server, open_single_nursery() as server.nursery:
         yield server
         server.nursery.cancel_scope.cancel()

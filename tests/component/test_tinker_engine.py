@@ -121,8 +121,8 @@ async def test_a_busy_server_is_asked_until_it_has_room_and_its_probe_does_not_f
         assert (await client.generate(asked())).finish_reason == "stop"
         assert server.busy == 0
         server.busy = 10**6
-        with pytest.raises(BackendError, match=r"429.*Too many samples in flight") as caught:
-            await client.generate(asked(timeout_s=0.2))
+        with pytest.raises(BackendError, match=r"429.*Too many samples in flight|not answered within") as caught:
+            await client.generate(asked(timeout_s=0.3))
         assert caught.value.retryable
 
 

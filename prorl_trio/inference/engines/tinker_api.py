@@ -172,13 +172,17 @@ def _array(kind: Literal["i", "f"], values: list[bytes]) -> array[Any]:
 def _values(message: bytes, number: int, kind: int) -> list[Any]:
     """Return the values of a field of a protobuf message."""
     try:
-        return [value for field, wire, value in _fields(message) if (field, wire) == (number, kind)]
+        return [value for field, wire, value in fields_of(message) if (field, wire) == (number, kind)]
     except (IndexError, KeyError) as exc:
         raise ContractBroken("the answer is not a whole protobuf message") from exc
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Yield number, wire type and value of each field. Raises IndexError or KeyError if the message is damaged."""
+def fields_of(message: bytes) -> Iterator[tuple[int, int, Any]]:
+    """Yield number, wire type and value of each field of a protobuf message.
+
+    Raises:
+        IndexError, KeyError: the message is damaged.
+    """
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
