@@ -6,7 +6,8 @@ The plan names the node and its engine. The simulator (`FullyAsyncTrainerSim`) t
 they compute SkyRL's advantages of each batch as well, which need no model either.
 
 Shims: no vLLM (`Engines` stands for SkyRL's client of it), and before Python 3.12, which SkyRL requires, pydantic needs
-another `TypedDict`. The simulator of 0.4.0 lacks `get_timing_metrics`, which its trainer calls.
+another `TypedDict`. The simulator of 0.4.0 lacks `get_timing_metrics` and `finalize_pending_saves`, which its trainer
+calls.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ class Tracker:
     def log(self, data, step, commit=False):
         pass
 
+    def finish(self):
+        pass
+
 
 class Tokenizer:
     pad_token_id = 0
@@ -99,6 +103,7 @@ class Sim(FullyAsyncTrainerSim):
     def init_weight_sync_state(self):
         super().init_weight_sync_state()
         self.dispatch.get_timing_metrics = dict
+        self.dispatch.finalize_pending_saves = lambda model: None
         self.batches = []
 
     async def _run_training(self, training_input):
@@ -156,6 +161,7 @@ def config_of(plan):
     cfg.generator.sampling_params.max_generate_length = 100
     cfg.generator.max_input_length = 1000
     cfg.generator.eval_sampling_params.max_generate_length = 100
+    cfg.generator.inference_engine.enable_ray_prometheus_stats = cfg.trainer.enable_ray_gpu_monitor = False
     cfg.environment.env_class = "talk"
     cfg.data.dataloader.num_workers, cfg.data.dataloader.persistent_workers = 0, False
     return cfg
