@@ -72,8 +72,8 @@ def sequence(tokens, logprobs, reason="stop"):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (sequence([7, 8], [-0.5]), "counts differ: 2 ids, 1 logprobs"),
-        (sequence([7], [-0.5, -0.5]), "counts differ: 1 ids, 2 logprobs"),
+        (sequence([7, 8], [-0.5]), "drops token ids or logprobs: 2 ids, 1 logprobs"),
+        (sequence([7], [-0.5, -0.5]), "drops token ids or logprobs: 1 ids, 2 logprobs"),
         (sequence([7, 8], []), "drops log-probabilities"),
         (sequence([-7], [-0.5]), "negative token id"),
         (sequence([7], [math.nan]), "log-probability that is none"),
@@ -103,6 +103,24 @@ async def test_an_answer_that_cannot_be_trained_on_is_refused_with_the_reason(bo
             await client.generate(asked())
         assert reason in str(caught.value)
         assert not caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "kept", "ended"),
+    [
+        ([7, 2, 9, 2], "length", [7, 2], "stop"),
+        ([7, 8, 2], "length", [7, 8, 2], "stop"),
+        ([7, 8, 9], "length", [7, 8, 9], "length"),
+    ],
+)
+async def test_an_answer_ends_at_its_stop_token_also_from_a_server_that_ignores_it(tokens, reason, kept, ended):
+    async with open_both(Crooked) as (server, client):
+        await client.probe(timeout_s=5)
+        server.body = sequence(tokens, [-0.5] * len(tokens), reason)
+        completion = await client.generate(asked(sampling=SamplingParams(stop_token_ids=[2])))
+        assert ([*completion.token_ids], completion.finish_reason) == (kept, ended)
+        assert len(completion.logprobs) == completion.spans[-1].end == len(kept)
+        assert completion.dropped_tokens == len(tokens) - len(kept)
 
 
 async def test_fields_that_this_client_does_not_know_are_skipped():

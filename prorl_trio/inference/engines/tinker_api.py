@@ -136,13 +136,20 @@ def completion_of(sample: bytes | Result, wanted: Wanted, version: str) -> Compl
     stop_reason, token_ids, logprobs = sequences[0]
     if not logprobs and token_ids:
         raise ContractBroken("it drops log-probabilities (no logprobs in the answer)")
+    if len(token_ids) != len(logprobs or ()):
+        raise ContractBroken(f"it drops token ids or logprobs: {len(token_ids)} ids, {len(logprobs or ())} logprobs")
+    # SkyRL's server ignores stop tokens in front of an external vLLM. What follows one is no part of the answer.
+    stops = () if wanted.probing else wanted.sampling.stop_token_ids
+    end = next((at for at, token_id in enumerate(token_ids, 1) if token_id in stops), 0)
+    kept = end or len(token_ids)
     return checked_completion(
         wanted,
-        token_ids=token_ids,
-        logprobs=logprobs or [],
-        sampled=len(token_ids),
-        finish_reason=stop_reason,
-        versions=[(version, 0, len(token_ids))] if token_ids else (),
+        token_ids=token_ids[:kept],
+        logprobs=(logprobs or [])[:kept],
+        sampled=kept,
+        finish_reason="stop" if end else stop_reason,
+        versions=[(version, 0, kept)] if kept else (),
+        dropped=len(token_ids) - kept,
     )
 
 
