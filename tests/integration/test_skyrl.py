@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import tomllib
 from collections import Counter
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
+from prorl_trio.config import NodeConfig
 from prorl_trio.testing.fake_engine import open_fake_engine
 from support.quick_node import load_example
 from support.skyrl_rig import skyrl_python
 from support.talk_node import Talk
+
+PAGE = (Path(__file__).parents[2] / "docs" / "skyrl.md").read_text()
+"""The guide: what is run here is what it shows."""
+[ENTRY_POINT] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SETTINGS = re.findall(r"^    ((?:trainer|generator)\.\S+=\S+)", PAGE, re.MULTILINE)
 
 pytestmark = pytest.mark.timeout(200)
 
 RIGHT = {"question": "What now?", "answer": "42"}
 TWICE = {"question": "What?", "answer": "42", "compact": True}
 PLAN = {
+    "entry_point": ENTRY_POINT,
+    "settings": SETTINGS,
     "steps": 2,
     # Rewards and segments of each rollout of each group.
     "made": [
@@ -54,6 +66,11 @@ async def open_node():
     example.open_fake_engine = open_engine
     async with example.open_local_node(policy, [Talk()], provider="process") as node:
         yield node, engines[0].url
+
+
+def test_the_guides_node_is_a_node():
+    [node] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert msgspec.convert(tomllib.loads(node), NodeConfig).ledger.dir == "/var/lib/prorl"
 
 
 async def test_its_validator_advantages_and_simulator_take_rollouts_of_many_segments(tmp_path):

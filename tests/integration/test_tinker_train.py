@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
+import tomllib
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import trio
 
+from prorl_trio.config import NodeConfig
+from prorl_trio.node.parts import engine_finder
 from prorl_trio.testing.fake_engine import FakeEngineConfig
 from prorl_trio.testing.fake_tinker import open_fake_tinker
 from support.quick_node import AnswersOnly, load_example
@@ -25,10 +31,13 @@ how = SamplingParams(max_tokens=8, temperature=1.0, stop=[2])
 print(sequence.tokens, sequence.logprobs, sequence.stop_reason)
 """
 
+PAGE = (ROOT / "docs" / "tinker.md").read_text()
+"""The guide: its commands and settings are tried here."""
+[COMMAND] = re.findall(r"^python (examples/.*)$", PAGE, re.MULTILINE)
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
 RL = {"target_tokens", "logprobs", "advantages"}
-LOSSES = {"importance_sampling": ({}, RL), "ppo": (CLIP, RL), "cross_entropy": ({}, {"target_tokens", "weights"})}
-TRAIN = f"import tinker_train; [tinker_train.main('fake-model', loss) for loss in {list(LOSSES)}]"
+LOSSES = {"ppo": (CLIP, RL), "importance_sampling": ({}, RL), "cross_entropy": ({}, {"target_tokens", "weights"})}
+TRAIN = f"import tinker_train; [tinker_train.main('fake-model', loss) for loss in {list(LOSSES)[1:]}]"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,6 +60,13 @@ async def run(packages, server, *argv, **env):
     )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().splitlines()
+
+
+def test_the_guides_node_is_a_node():
+    [node] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    backends = msgspec.convert(tomllib.loads(node), NodeConfig).backends
+    backends = msgspec.structs.replace(backends, tinker=msgspec.structs.replace(backends.tinker, api_key_file=""))
+    engine_finder(backends, None)
 
 
 async def test_the_sdk_samples_from_the_fake_server_as_from_a_real_one(packages):
@@ -84,7 +100,9 @@ async def test_the_example_trains_on_exactly_what_was_sampled_with_each_loss(pac
     async with open_node() as (node, server):
         env = {"PRORL_URL": node.url, "PRORL_TOKEN": node.token}
         with trio.fail_after(100):
-            said = await run(packages, server, "-c", TRAIN, **env)
+            program, _, loss = shlex.split(COMMAND)
+            said = await run(packages, server, str(ROOT / program), "fake-model", loss, **env)
+            said += await run(packages, server, "-c", TRAIN, **env)
     assert len(said) == 2 * len(LOSSES)
     assert said[0].startswith("step 1: 8 rollouts, reward 0.")
     assert "'loss:sum': 0.5" in said[1]

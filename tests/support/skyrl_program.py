@@ -2,8 +2,9 @@
 
     python -m support.skyrl_program PLAN_JSON RESULT_JSON
 
-The plan names the node and its engine. The simulator (`FullyAsyncTrainerSim`) trains no model: its steps sleep. Here
-they compute SkyRL's advantages of each batch as well, which need no model either.
+The plan names the node and its engine, and has the guide's entry point and settings. The simulator
+(`FullyAsyncTrainerSim`) trains no model: its steps sleep. Here they compute SkyRL's advantages of each batch as well,
+which need no model either.
 
 Shims: no vLLM (`Engines` stands for SkyRL's client of it), and before Python 3.12, which SkyRL requires, pydantic needs
 another `TypedDict`. The simulator of 0.4.0 lacks `get_timing_metrics` and `finalize_pending_saves`, which its trainer
@@ -34,7 +35,6 @@ from skyrl.train.utils.trainer_utils import build_dataloader, validate_generator
 
 from prorl_trio.integrations.skyrl.generator import NodeGenerator
 from prorl_trio.integrations.skyrl.output import output_of
-from prorl_trio.integrations.skyrl.trainers import with_node
 from prorl_trio.integrations.verl.rollouts import close_all
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, Segment, Timing, Trajectory
@@ -141,23 +141,20 @@ def row_values(values, mask):
 
 
 def config_of(plan):
-    cfg = SkyRLTrainConfig()
+    """The settings that the guide shows, and those of a small run without models."""
+    cfg = SkyRLTrainConfig.from_cli_overrides(plan["settings"])
     cfg.trainer.train_batch_size = cfg.trainer.policy_mini_batch_size = BATCH
     cfg.trainer.eval_batch_size = 8
     cfg.trainer.epochs, cfg.trainer.max_training_steps = 1, plan["steps"]
     cfg.trainer.eval_interval = cfg.trainer.ckpt_interval = cfg.trainer.hf_save_interval = 0
     cfg.trainer.resume_mode, cfg.trainer.update_ref_every_epoch = "none", False
-    cfg.trainer.placement.colocate_all = False
     cfg.trainer.export_path = cfg.trainer.ckpt_path = str(Path.cwd())
-    cfg.trainer.algorithm.policy_loss_type = "rollout_is"
-    cfg.trainer.algorithm.advantage_estimator = "grpo"
     cfg.trainer.algorithm.grpo_norm_by_std = False
-    cfg.trainer.fully_async.enabled = cfg.trainer.fully_async.simulate_training = True
+    cfg.trainer.fully_async.simulate_training = True
     cfg.trainer.fully_async.max_staleness_steps = 1
     cfg.trainer.fully_async.num_parallel_generation_workers = BATCH
     cfg.trainer.fully_async.simulate_training_step_seconds = 0.0
     cfg.generator.n_samples_per_prompt = SIZE
-    cfg.generator.step_wise_trajectories, cfg.generator.batched = True, False
     cfg.generator.sampling_params.max_generate_length = 100
     cfg.generator.max_input_length = 1000
     cfg.generator.eval_sampling_params.max_generate_length = 100
@@ -215,15 +212,21 @@ def validated(plan, cfg):
 
 
 async def simulated(plan, cfg):
-    node = {"url": plan["node"]}
-    generator = NodeGenerator(cfg, Tokenizer(), node=node, job={"retry": {"max_attempts": 1}, "max_turns": 8})
-    trainer = with_node(Sim, node)(
+    page = {"__name__": "main_node"}
+    exec(plan["entry_point"], page)
+    job = {**page["JOB"], "retry": {"max_attempts": 1}}
+    page |= {"NODE": {"url": plan["node"]}, "JOB": job, "FullyAsyncRayPPOTrainer": Sim}
+    entry = object.__new__(page["NodeExp"])
+    generator = entry.get_generator(cfg, Tokenizer(), None)
+    trainer = entry.get_trainer(
         cfg=cfg,
         tracker=Tracker(),
         tokenizer=Tokenizer(),
         train_dataset=Prompts(plan["tasks"]),
         inference_engine_client=Engines(plan["engine"]),
         generator=generator,
+        eval_dataset=None,
+        colocate_pg=None,
     )
     await trainer.train()
     evaluation = Prompts(plan["evaluated"])
