@@ -97,7 +97,7 @@ class Tokenizer:
         return f"{len(ids)} tokens"
 
 
-class Sim(FullyAsyncTrainerSim):
+class Sim(FullyAsyncTrainerSim):  # type: ignore[misc] # SkyRL has no types
     """The simulator, which keeps what it would train on."""
 
     def init_weight_sync_state(self):
@@ -178,14 +178,24 @@ def made(number, reward, count):
         for at in range(count)
     ]
     trajectory = Trajectory(segments=segments, turns=[], stop_reason="finished")
-    status, cause = ("failed", "sandbox") if reward is None else ("completed", None)
-    fields = {"job_id": str(number), "instance_id": "i", "group_id": "g", "error": "", "details": {}}
-    return Outcome(status=status, reward=reward, cause=cause, trajectory=trajectory, timing=Timing(), **fields)
+    return Outcome(
+        job_id=str(number),
+        instance_id="i",
+        group_id="g",
+        status="failed" if reward is None else "completed",
+        reward=reward,
+        cause="sandbox" if reward is None else None,
+        error="",
+        trajectory=trajectory,
+        details={},
+        timing=Timing(),
+    )
 
 
 def validated(plan, cfg):
     """SkyRL's validator on made outcomes of many segments, and its own advantages of their rows."""
-    names, outcomes = [], []
+    names: list[TrajectoryID] = []
+    outcomes: list[Outcome] = []
     for group, members in enumerate(plan["made"]):
         for member, (reward, count) in enumerate(members):
             names.append(TrajectoryID(str(group), member))
@@ -212,7 +222,7 @@ def validated(plan, cfg):
 
 
 async def simulated(plan, cfg):
-    page = {"__name__": "main_node"}
+    page: dict[str, typing.Any] = {"__name__": "main_node"}
     exec(plan["entry_point"], page)
     job = {**page["JOB"], "retry": {"max_attempts": 1}}
     page |= {"NODE": {"url": plan["node"]}, "JOB": job, "FullyAsyncRayPPOTrainer": Sim}

@@ -31,6 +31,10 @@ VLLM = {  # as skyrl 0.4 makes them for its backend `vllm`
 }
 
 
+MEMBERS = st.sampled_from([(reward, count) for reward in (None, 0.0, 1.0) for count in (1, 2, 3)])
+"""Reward and segments of a rollout."""
+
+
 def segment(number, version="3", parent=None, reason=None):
     """Three tokens of a prompt, two sampled, one of a tool, one sampled; `number` tells them from other segments'."""
     mask = [0, 0, 0, 1, 1, 0, 1]
@@ -146,13 +150,7 @@ def test_the_end_of_a_dialogue_is_a_stop_reason(ended, reason):
     assert output["stop_reasons"] == [reason]
 
 
-@given(
-    st.lists(
-        st.lists(st.tuples(st.sampled_from([None, 0.0, 1.0]), st.integers(1, 3)), min_size=1, max_size=4),
-        min_size=1,
-        max_size=4,
-    )
-)
+@given(st.lists(st.lists(MEMBERS, min_size=1, max_size=4), min_size=1, max_size=4))
 def test_every_group_is_there_in_order_and_segments_change_no_advantage(groups):
     names, whole, first = [], [], []
     for number, members in enumerate(groups):
