@@ -20,7 +20,7 @@ from prorl_trio.testing.fake_engine import FakeEngineConfig
 from prorl_trio.testing.fake_http import Answer
 from prorl_trio.testing.fake_tinker import FakeTinker, message_field, open_fake_tinker, sample_message
 from prorl_trio.types.backends import LoadWeights, PauseBackends, ResumeBackends
-from prorl_trio.types.errors import BackendError, ConfigError
+from prorl_trio.types.errors import BackendError, ConfigError, ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 from support.completions import asked, begun
 
@@ -58,11 +58,12 @@ class Crooked(FakeTinker):
     """A server that answers futures with `body`."""
 
     body = b""
+    status = 200
     content_type = "application/x-protobuf"
 
     async def _retrieve(self, request_id, call):
         good = await super()._retrieve(request_id, call)
-        return Answer(200, self.body, self.content_type) if self.body else good
+        return Answer(self.status, self.body, self.content_type) if self.body else good
 
 
 def sequence(tokens, logprobs, reason="stop"):
@@ -241,6 +242,14 @@ async def test_a_failed_sample_is_the_servers_or_the_requests_doing():
         server.body, server.content_type = b'{"error":"bad prompt","category":"user"}', "application/json"
         with pytest.raises(RequestRefused, match="bad prompt"):
             await client.generate(asked())
+        server.status, server.body = 400, b'{"detail":"the engine is away"}'
+        with pytest.raises(BackendError, match=r"the sample failed: .*the engine is away") as caught:
+            await client.generate(asked())
+        assert caught.value.retryable
+        server.body = b'{"detail":"the maximum context length is 64 tokens, and your prompt has 70"}'
+        with pytest.raises(ContextLengthExceeded) as exceeded:
+            await client.generate(asked())
+        assert exceeded.value.max_model_len == 64
 
 
 async def test_the_key_is_sent_with_each_request_and_is_in_no_message():

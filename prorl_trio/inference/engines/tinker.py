@@ -15,7 +15,7 @@ import msgspec
 import trio
 
 from prorl_trio.http.connection import HttpError
-from prorl_trio.inference.engines.answers import UNNAMED, error_message
+from prorl_trio.inference.engines.answers import UNNAMED, context_limit, error_message
 from prorl_trio.inference.engines.http_engine import (
     JSON_CONTENT,
     PROBE_PROMPT,
@@ -35,7 +35,7 @@ from prorl_trio.inference.engines.tinker_api import (
     read_result,
     sample_request,
 )
-from prorl_trio.types.errors import BackendError
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -52,11 +52,11 @@ CANCEL_GRACE_S: Final = 2.0
 SUBMISSIONS: Final = 3
 """Limit on submissions of a sample whose session or future the server has lost. None of its tokens was received."""
 
-_OK, _NOT_FOUND, _TIMEOUT, _GONE, _BUSY = 200, 404, 408, 410, 429
+_OK, _FAILED, _NOT_FOUND, _TIMEOUT, _GONE, _BUSY = 200, 400, 404, 408, 410, 429
 _LOST: Final = frozenset({_NOT_FOUND, _GONE})
-_SESSION_OVER: Final = frozenset({400, 403, _NOT_FOUND, _GONE})
+_SESSION_OVER: Final = frozenset({_FAILED, 403, *_LOST})
 _SENT: Final = frozenset({_OK, *_LOST})
-_POLLED: Final = frozenset({_OK, _TIMEOUT, *_LOST})
+_POLLED: Final = frozenset({_OK, _FAILED, _TIMEOUT, *_LOST})
 _PATIENT: Final = frozenset({_BUSY})
 _BACKPRESSURE: Final = ("X-Tinker-Sampling-Backpressure", "1")
 """The server may answer with status 429 at once, instead of keeping the request."""
@@ -296,13 +296,21 @@ class TinkerClient(HttpEngineClient):
                 continue
             if response.headers.get("content-type", "").startswith(PROTO):
                 return completion_of(response.body, wanted, sampler.label)
+            if response.status == _FAILED:  # SkyRL's answer to each failure, also of the engine behind it
+                raise self._sample_failed(error_message(response.body), wanted)
             result = read_result(response.body)
             if result.type == "try_again":
                 continue
             if result.error is not None:
-                said = f"{self.url}: the sample failed: {result.error}"
-                raise RequestRefused(said) if result.category == "user" else BackendError(said, retryable=True)
+                raise self._sample_failed(result.error, wanted, refused=result.category == "user")
             return completion_of(result, wanted, sampler.label)
+
+    def _sample_failed(self, why: str, wanted: Wanted, *, refused: bool = False) -> Exception:
+        limit = context_limit(why)
+        if limit is not None:
+            return ContextLengthExceeded(wanted.prompt.tokens, limit)
+        said = f"{self.url}: the sample failed: {why}"
+        return RequestRefused(said) if refused else BackendError(said, retryable=True)
 
     async def _make(self, name: str, fields: dict[str, Any], timeout_s: float) -> Made:
         response = await self._send(name, {**fields, "type": name}, timeout_s)
