@@ -202,6 +202,25 @@ async def test_a_restarted_server_gets_its_sessions_again_with_the_same_weights_
             await client.generate(asked())
 
 
+async def test_a_sample_has_the_version_that_its_weights_had_when_it_began():
+    async with open_both() as (server, client):
+        await client.probe(timeout_s=5)
+        found = []
+
+        async def before():
+            found.append(await client.generate(asked()))
+
+        assert await client.label_weights("1", timeout_s=5)
+        server.hold()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(before)
+            await server.wait_until(lambda stats: stats.running == 1)
+            assert await client.label_weights("2", timeout_s=5)
+            server.release()
+        found.append(await client.generate(asked()))
+        assert [versions(each) for each in found] == [["1"], ["2"]]
+
+
 async def test_many_at_once_open_one_session():
     async with open_both() as (server, client):
         await client.probe(timeout_s=5)
