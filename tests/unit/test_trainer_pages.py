@@ -20,7 +20,7 @@ from prorl_trio.integrations.verl import rollouts
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
 
 PAGES = Path(__file__).parents[2] / "docs" / "trainers"
-MAX_WORDS, MAX_LINES = 260, 30
+MAX_WORDS, MAX_LINES = 250, 30
 NAMES = ["areal", "miles", "nemo-rl", "openrlhf", "prime-rl", "slime"]
 
 
