@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         ChatMessage,
         GroupPolicy,
         JobSpec,
+        McpServer,
         Outcome,
         RetryPolicy,
         SamplingParams,
@@ -75,6 +76,7 @@ __all__ = [
     "JobSpec",
     "JobTemplate",
     "MalformedJob",
+    "McpServer",
     "NewDialogue",
     "Observation",
     "Outcome",
@@ -132,7 +134,7 @@ _HOMES = {
     "prorl_trio.types.batch": "PaddedBatch pad_batch",
     "prorl_trio.types.errors": "AgentFault EvaluationError HandlerError MalformedJob ProrlError "
     "RolloutError SandboxCallFailed SandboxLost SandboxUnavailable ServiceError",
-    "prorl_trio.types.models": "AgentProgram Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy "
+    "prorl_trio.types.models": "AgentProgram Budgets ChatMessage GroupPolicy JobSpec McpServer Outcome RetryPolicy "
     "SamplingParams Segment TaskInstance ToolCall ToolResult Trajectory Turn",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

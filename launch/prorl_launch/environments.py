@@ -84,6 +84,8 @@ class Environment:
     """Packages that its lock omits despite a dependency, in addition to the packages of torch."""
     newest_python: tuple[int, int] | None = None
     """The newest Python for which all packages are published; None: any."""
+    oldest_python: tuple[int, int] = (3, 11)
+    """The oldest Python for which all packages are published."""
     with_model: bool = False
     """The demo's policy is installed as well, as a GGUF file."""
 
@@ -210,6 +212,17 @@ ENVIRONMENTS: Final = (
         left_out=_NOT_FOR_VERL,
         newest_python=(3, 13),
     ),
+    Environment(
+        lock="nemo-gym",
+        extras=("nemo-gym-tests",),
+        title="NeMo Gym and Ray",
+        imports=("nemo_gym", "ray"),
+        minutes=1,
+        disk_bytes=2_000_000_000,
+        torch_cpu=False,
+        with_project_needs=True,
+        oldest_python=(3, 12),
+    ),
 )
 """To add an environment, add an extra in `pyproject.toml`, an entry here, its lock's name in `LockName`, and a
 trainer's name in `TrainerKind`. Then run `python -m prorl_launch.relock NAME`."""
@@ -253,6 +266,11 @@ def dev_requirements(checkout: Path) -> list[str]:
     pyproject = tomllib.loads((checkout / "pyproject.toml").read_text())
     build: list[str] = [*pyproject["build-system"]["requires"], *_EDITABLE_BUILD]
     return [*project_requirements(checkout), *requirements("dev", checkout), *build]
+
+
+def nemo_gym_environment() -> Environment:
+    """Return the environment in which NeMo Gym's servers are tested."""
+    return _named("nemo-gym")
 
 
 def _named(lock: str) -> Environment:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _RECIPE = 2
-_PARTS = ("dev", "runtime", "engine", *get_args(environments.TrainerKind), "apptainer")
+_PARTS = ("dev", "runtime", "engine", *get_args(environments.TrainerKind), "nemo-gym", "apptainer")
 
 _COMPILE = """
 import compileall, re, sysconfig
@@ -133,6 +133,8 @@ def set_up(parts: Sequence[str], engine: environments.EngineKind) -> int:
         for trainer in get_args(environments.TrainerKind):
             if trainer in parts:
                 _setup_trainer(environments.trainer_environment(trainer, engine), checkout)
+        if "nemo-gym" in parts:
+            _setup_trainer(environments.nemo_gym_environment(), checkout)
         if "apptainer" in parts:
             setup_apptainer()
     except SetupError as error:
@@ -164,7 +166,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _setup_trainer(environment: environments.Environment, checkout: Path) -> None:
-    newest, here = environment.newest_python, sys.version_info[:2]
+    newest, oldest, here = environment.newest_python, environment.oldest_python, sys.version_info[:2]
+    if here < oldest:
+        say(f"{environment.lock}: published for Python {oldest[0]}.{oldest[1]} and later; what needs it is skipped")
+        return
     if newest is not None and here > newest:
         say(f"{environment.lock}: not published for a Python after {newest[0]}.{newest[1]}; what needs it is skipped")
         return

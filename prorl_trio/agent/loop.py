@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
@@ -14,6 +15,7 @@ import trio
 
 from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.agent.budget import AgentBudget
+from prorl_trio.agent.mcp import open_servers
 from prorl_trio.agent.program import run_program
 from prorl_trio.agent.style import PLAIN, AgentStyle
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
@@ -21,7 +23,7 @@ from prorl_trio.chat.conversation import Conversation
 from prorl_trio.threads import run_sync
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
-from prorl_trio.types.errors import StaleTrajectory
+from prorl_trio.types.errors import HandlerError, StaleTrajectory
 from prorl_trio.types.models import AgentProgram, ChatMessage
 
 if TYPE_CHECKING:
@@ -32,8 +34,11 @@ if TYPE_CHECKING:
     from prorl_trio.agent.style import AfterAnswer
     from prorl_trio.agent.turns import SampledTurn
     from prorl_trio.tools import ToolSet
+    from prorl_trio.tools.mcp.sessions import McpServers
     from prorl_trio.types.models import SegmentReason, StopReason, ToolCall
 
+
+logger = logging.getLogger(__name__)
 
 LONG_REPLY_CHARS = 16_000
 """Replies of this length are rendered and encoded in a thread."""
@@ -98,17 +103,18 @@ async def run_agent(
     if isinstance(context.spec.agent, AgentProgram):  # a name was resolved to it
         await run_program(context, context.spec.agent, messages, style, after_answer)
         return
-    context.tools = tools.schemas()
-    begin = partial(Conversation, at_most=resources.max_trajectory_tokens(context.spec))
-    conversation = await run_sync(begin, resources.chat_format, messages, context.tools)
-    async with AsyncExitStack() as stack:
+    async with open_servers(context) as servers, AsyncExitStack() as stack:
+        offered = tools.with_more(servers.tools) if servers is not None else tools
+        context.tools = offered.schemas()
+        begin = partial(Conversation, at_most=resources.max_trajectory_tokens(context.spec))
+        conversation = await run_sync(begin, resources.chat_format, messages, context.tools)
         lease = await lease_backend(context, stack)
         if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
             lease.freshen(bound)
         budget = AgentBudget(context, resources.config.budgets.of_agent(context.spec.budgets))
         turns = Turns(context, lease, budget, conversation, said=messages)
         turns.begin()
-        agent = _Agent(turns, tools, style, before_turn, after_answer)
+        agent = _Agent(turns, offered, style, before_turn, after_answer, own_tools=tools, servers=servers)
         try:
             with budget.scope:
                 context.stop_reason = await agent.work(context.spec.max_turns)
@@ -210,6 +216,9 @@ class _Agent:
     reflections_left: float = math.inf
     tool_time: ToolTime | None = None
     """The time of the running tool."""
+    own_tools: ToolSet | None = None
+    servers: McpServers | None = None
+    """MCP servers, whose tools are offered after the agent's own tools."""
 
     async def work(self, max_turns: int) -> StopReason:
         token = _at_work.set(self)
@@ -225,7 +234,7 @@ class _Agent:
         for turn in range(max_turns):
             if turn:
                 await self._look_back()
-                if self.turns.room < MIN_TURN_TOKENS:
+                if not await self._renew_tools() or self.turns.room < MIN_TURN_TOKENS:
                     return "context_budget"
             taken = await self._take_turn(turn, is_last=turn + 1 == max_turns)
             if self.answer is not None:
@@ -262,6 +271,27 @@ class _Agent:
         if new is not None:
             turns.go_on_from(new.messages, new.reason)
         return new is not None
+
+    async def _renew_tools(self) -> bool:
+        """Offer the changed tools of servers from now on; return whether there is room for them.
+
+        The policy may own a server, so its time is the policy's, and tools that the template refuses are not offered.
+        """
+        servers, own_tools = self.servers, self.own_tools
+        if servers is None or own_tools is None or not servers.have_changed:
+            return True
+        with self.turns.budget.tool("tools/list"), self.turns.context.acting():
+            await servers.relist()
+        tools = own_tools.with_more(servers.tools)
+        if tools.schemas() == self.tools.schemas():
+            return True
+        try:
+            has_room = await run_sync(self.turns.change_tools, tools.schemas())
+        except HandlerError as exc:
+            logger.warning("job %s: changed tools are not offered: %s", self.turns.context.spec.job_id, exc)
+            return True
+        self.tools = tools
+        return has_room
 
     async def _take_turn(self, turn: int, *, is_last: bool) -> _Taken:
         """Sample a turn, carry out its calls, and reply; the turn is recorded even if this is cut short."""

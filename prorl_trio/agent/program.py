@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
 
 from prorl_trio.agent.gateway import open_gateway
-from prorl_trio.agents.preset import INSIDE, Start, Started, find_preset
+from prorl_trio.agent.mcp import open_servers
+from prorl_trio.agents.preset import INSIDE, AgentServer, Start, Started, find_preset
 from prorl_trio.types.errors import AgentProgramFailed, HandlerError
 from prorl_trio.types.programs import AgentOpened
 
@@ -195,6 +196,11 @@ async def _prepared(
 ) -> Started:
     """Return how to start a preset's agent, after writing its files into a separate folder. Raises OSError."""
     preset = find_preset(program.preset)
+    async with open_servers(context) as servers:  # for a moment, because agents ignore servers that do not start
+        mcp = [
+            AgentServer(each.name, each.config, [tool.listed_name for tool in each.tools], each.others)
+            for each in (servers.servers if servers is not None else ())
+        ]
     made = await sandbox.exec(["mktemp", "-d", "/tmp/agent-XXXXXXXX"], timeout_s=PREPARE_S)
     home = made.stdout.decode().strip()
     if made.exit_code or not home:
@@ -209,6 +215,7 @@ async def _prepared(
             instruction=instruction,
             context_tokens=gateway.context_tokens,
             output_tokens=context.spec.sampling.max_output_tokens,
+            mcp=mcp,
         )
     )
     for path, text in started.files.items():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import Completion, Guide
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.tools.base import Observation
-    from prorl_trio.types.models import ChatMessage, SegmentReason, StopReason, ToolCall
+    from prorl_trio.types.models import ChatMessage, SegmentReason, StopReason, ToolCall, ToolSchema
 
 MAX_PAUSE_S = 3600.0
 """Longest pause of the backends that is charged to no budget."""
@@ -119,6 +119,19 @@ class Turns:
         self.conversation.continue_from(messages, reason, at_most=self.context_tokens - 1)
         self._prompt_tokens = len(self.conversation)
         self.said = messages
+
+    def change_tools(self, tools: Sequence[ToolSchema]) -> bool:
+        """Offer other tools, in a new segment; return False if there is no room for them, and change nothing.
+
+        The outcome has every tool that was offered, in its latest form. Errors as `Conversation.change_tools`.
+        """
+        before = len(self.conversation)
+        if not self.conversation.change_tools(tools, at_most=self.context_tokens - MIN_TURN_TOKENS):
+            return False
+        self._prompt_tokens += len(self.conversation) - before
+        known = {each["function"]["name"]: each for each in (*self.context.tools, *tools)}
+        self.context.tools = list(known.values())
+        return True
 
     async def sample(
         self, turn: int, at_most: int | None = None, stops: Sequence[str] = (), guide: Guide | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from prorl_trio.agents.preset import Preset, Start, Started
+import tomli_w
+
+from prorl_trio.agents.preset import AgentServer, Preset, Start, Started
 
 BINARY: Final = "node_modules/codex-linux/vendor/x86_64-unknown-linux-musl/bin/codex"
 COMPACTED_AT: Final = 0.8
@@ -25,7 +27,7 @@ def _start(start: Start) -> Started:
             'env_key = "OPENAI_API_KEY"',
             'wire_api = "responses"',
             "supports_websockets = false",
-            "",
+            tomli_w.dumps({"mcp_servers": {server.name: _mcp(server) for server in start.mcp}}),
         )
     )
     options = ("exec", "--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox")
@@ -36,10 +38,23 @@ def _start(start: Start) -> Started:
     )
 
 
+def _mcp(server: AgentServer) -> dict[str, object]:
+    """Return the table of an MCP server."""
+    config = server.config
+    place = {"command": config.command[0], "args": config.command[1:], "env": config.env} if config.command else {}
+    return {
+        **(place or {"url": config.url}),
+        "enabled_tools": server.tools,
+        "startup_timeout_sec": config.start_timeout_s,
+        "tool_timeout_sec": config.call_timeout_s,
+    }
+
+
 PRESET: Final = Preset(
     name="codex",
     source=("codex-linux@npm:@openai/codex@{version}-linux-x64",),
     index="npm",
     versions=("0.171.0",),
     start=_start,
+    takes_mcp=True,
 )

@@ -13,8 +13,10 @@ from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from prorl_trio.config import McpServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,22 @@ INSIDE: Final = "/opt/agents"
 """The read-only folder of agents in a sandbox. Each agent has a subfolder of its name."""
 INSTALLED: Final = ".installed"
 """The file in an agent's folder that marks a finished installation."""
+
+
+class AgentServer(NamedTuple):
+    """An MCP server that an agent starts or connects to itself.
+
+    Attributes:
+        name: prefix of its tools' names.
+        config: its declaration.
+        tools: names of the tools that the agent may use.
+        others: names of its other tools.
+    """
+
+    name: str
+    config: McpServerConfig
+    tools: Sequence[str]
+    others: Sequence[str]
 
 
 class Start(NamedTuple):
@@ -38,6 +56,7 @@ class Start(NamedTuple):
         instruction: the task.
         context_tokens: maximum length of a dialogue.
         output_tokens: maximum length of a turn.
+        mcp: the MCP servers that the agent may use.
     """
 
     root: str
@@ -48,6 +67,7 @@ class Start(NamedTuple):
     instruction: str
     context_tokens: int
     output_tokens: int
+    mcp: Sequence[AgentServer] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +90,7 @@ class Preset:
         python: the minimum version of Python.
         versions: the tested versions, newest first.
         start: returns how to start the agent.
+        takes_mcp: `start` passes MCP servers to the agent.
     """
 
     name: str
@@ -78,6 +99,7 @@ class Preset:
     versions: tuple[str, ...]
     start: Callable[[Start], Started]
     python: tuple[int, int] = (3, 11)
+    takes_mcp: bool = False
 
     @property
     def folder(self) -> Path:

@@ -179,6 +179,7 @@ class Conversation:
         self._points: list[_Point] = []
         self._answer = assistant_message(())
         self._history, ids = self._render(messages, at_most)
+        self._opening, self._opening_tokens = self._history, len(ids)
         self._tokens = RolloutTokens()
         self._current = _OpenSegment(self._tokens.open_segment())
         self._closed: list[_OpenSegment] = []
@@ -321,7 +322,7 @@ class Conversation:
             self._calls_so_far = calls_before
             return length
         if rewritten is not None:
-            self._begin_segment(rewritten, "template_rewrite")
+            self._begin_segment(rewritten, "template_rewrite", dialogue)
             self.prefix_breaks += 1
         else:
             self._current.tokens.append(delta)
@@ -351,10 +352,31 @@ class Conversation:
         except (HandlerError, ContextLengthExceeded):
             self._calls_so_far = calls_before
             raise
-        self._begin_segment(prompt, reason)
+        self._begin_segment(prompt, reason, history)
         self._points.clear()
         self._history = self._kept(history)
         self._awaits_completion = True
+
+    def change_tools(self, tools: Sequence[ToolSchema], *, at_most: int) -> bool:
+        """Offer other tools from the next turn on, in a new segment. Not for branches.
+
+        The segment's opening prompt is rendered with the new tools; all tokens after it are kept as they are. Return
+        False, and change nothing, if that is more than `at_most` tokens.
+
+        Raises:
+            HandlerError: the template refuses the tools, and nothing is changed.
+        """
+        self._expect(awaits_completion=True)
+        known, marked = parameter_schemas(tools), self._format.codec.mark_strings(list(tools))
+        opening = array("i", self._format.codec.encode(self._template.prompt(self._opening, marked)))
+        prompt = opening + array("i", self._current.token_ids[self._opening_tokens :].tolist())
+        if len(prompt) > at_most:
+            return False
+        self._known_tools, self._tools = known, marked
+        self._begin_segment(prompt, "tools_changed", self._opening)
+        self._opening_tokens = len(opening)
+        self._points.clear()
+        return True
 
     def branch(self, completion: int) -> Conversation:
         """Return another dialogue with the same history up to that completion, which awaits `add_messages`.
@@ -508,13 +530,15 @@ class Conversation:
             )
         return array("i", codec.encode(text))
 
-    def _begin_segment(self, prompt: array[int], reason: SegmentReason) -> None:
+    def _begin_segment(self, prompt: array[int], reason: SegmentReason, opening: list[Message]) -> None:
+        """Begin a segment with a prompt whose first tokens, and normally all, are the rendered `opening`."""
         shared = common_prefix(self._current.token_ids, np.frombuffer(prompt, dtype=np.int32))
         self._current.tokens.seal()
         self._closed.append(self._current)
         self._current = _OpenSegment(self._tokens.open_segment(), len(self._closed) - 1, reason, shared)
         self._current.tokens.append(prompt)
         self._proven = bytearray(memoryview(prompt))
+        self._opening, self._opening_tokens = opening, len(prompt)
 
     def _kept(self, dialogue: list[Message]) -> list[Message]:
         """Return the part of `dialogue` that must be remembered for the next delta."""

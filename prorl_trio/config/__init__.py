@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
+from prorl_trio.config.mcp import McpConfig, McpServerConfig
 from prorl_trio.config.node import (
     AdmissionConfig,
     AgentConfig,
@@ -17,6 +18,7 @@ from prorl_trio.config.node import (
     LoadConfig,
     ModelConfig,
     MonitoringConfig,
+    NemoGymConfig,
     NodeConfig,
     OnHangup,
     SandboxConfig,
@@ -40,8 +42,11 @@ __all__ = [
     "LedgerConfig",
     "ListenConfig",
     "LoadConfig",
+    "McpConfig",
+    "McpServerConfig",
     "ModelConfig",
     "MonitoringConfig",
+    "NemoGymConfig",
     "NodeConfig",
     "OnHangup",
     "RestConfig",

@@ -13,6 +13,7 @@ import msgspec
 from prorl_ipc.arena_socket import MAX_ARENA_READERS
 from prorl_ipc.limits import SandboxLimits
 from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
+from prorl_trio.config.mcp import McpConfig
 from prorl_trio.config.quantities import (
     MAX_BYTES,
     MAX_OPEN_FILES,
@@ -34,6 +35,7 @@ from prorl_trio.config.quantities import (
 )
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.file_systems import read_regular
+from prorl_trio.http.client import split_origin
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -681,6 +683,29 @@ class SearchConfig(Table, frozen=True):
         return read_key("search", self.api_key_file, self.api_key_env, environ)
 
 
+class NemoGymConfig(Table, frozen=True):
+    """The resources servers of NeMo Gym that tasks of the handler `nemo_gym` may use (`docs/nemo-gym.md`).
+
+    Attributes:
+        servers: origin of each server, `http://HOST:PORT`, by the name that tasks use. Tasks cannot name other URLs.
+        request_timeout_s: timeout of `/seed_session` and of `/verify`. Tools have `agent.tool_timeout_s`.
+        max_response_bytes: size of one response.
+    """
+
+    servers: dict[str, str] = msgspec.field(default_factory=dict)
+    request_timeout_s: Seconds = 600.0
+    max_response_bytes: MessageBytes = 8 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        for name, url in self.servers.items():
+            try:
+                secure = split_origin(url)[0]
+            except ValueError as exc:
+                raise ValueError(f"servers.{name}: {exc}") from None
+            if secure:
+                raise ValueError(f"servers.{name}: {url!r} is not an origin like http://127.0.0.1:8000")
+
+
 class ModelConfig(Table, frozen=True):
     """The policy's tokenizer and chat template.
 
@@ -758,6 +783,8 @@ class NodeConfig(Table, frozen=True):
     agent: AgentConfig = AgentConfig()
     scoring: ScoringConfig = ScoringConfig()
     search: SearchConfig = SearchConfig()
+    nemo_gym: NemoGymConfig = NemoGymConfig()
+    mcp: McpConfig = McpConfig()
     arena: ArenaConfig = ArenaConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 import msgspec
 
@@ -63,8 +63,9 @@ def _advice(error: FieldError, table: Any, moved: Mapping[str, str]) -> str:
         return ""
     if (advice := moved.get(f"{error.path}.{error.unknown}".removeprefix("$."))) is not None:
         return f"; {advice}"
-    for name in error.path.split(".")[1:]:
-        table = next(field.type for field in msgspec.structs.fields(table) if field.name == name)
+    for name in error.path.replace("[...]", "[]").split(".")[1:]:
+        table = next(field.type for field in msgspec.structs.fields(table) if field.name == name.removesuffix("[]"))
+        table = get_args(table)[-1] if name.endswith("[]") else table
     names = [field.name for field in msgspec.structs.fields(table)]
     close = get_close_matches(error.unknown, names, n=1)
     return f"; did you mean `{close[0]}`?" if close else f"; there are: {', '.join(names)}"

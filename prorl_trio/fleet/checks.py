@@ -38,7 +38,7 @@ class _Known(NamedTuple):
 
 
 class JobChecks:
-    """The answers of nodes to `CheckJobs`, by handler and payload: the jobs of a group need only one check."""
+    """The answers of nodes to `CheckJobs`, by the checked fields: the jobs of a group need only one check."""
 
     def __init__(self, choose: Callable[[], Sequence[RolloutClient]]) -> None:
         """Create an empty cache. `choose` returns the sessions on available nodes, the best one first."""
@@ -88,9 +88,9 @@ class JobChecks:
 
 
 def _key(spec: JobSpec) -> bytes | None:
-    """Return a hash of the handler's input; None if the job contains a value that cannot be encoded."""
+    """Return a hash of all that `NodeApi.validate` reads; None if the job contains a value that cannot be encoded."""
     try:
-        content = _encode((spec.instance.handler, spec.instance.payload))
+        content = _encode((spec.instance.handler, spec.instance.payload, spec.agent, spec.mcp))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
     return hashlib.blake2b(content, digest_size=16).digest()

@@ -20,6 +20,7 @@ from prorl_trio.fleet.dispatch import Dispatch
 from prorl_trio.fleet.members import ROOM_INTERVAL_S, STATUS_INTERVAL_S, Members, merge_statistics
 from prorl_trio.fleet.pools import FleetPools
 from prorl_trio.pipeline.admission import Admission, Load
+from prorl_trio.pipeline.live import LiveJobs
 from prorl_trio.pipeline.observer import JobView, Observers
 from prorl_trio.sessions.encoding import failed_outcome, lost_outcome
 from prorl_trio.sessions.node_api import Room
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.config import HeadConfig
     from prorl_trio.fleet.members import Member
+    from prorl_trio.pipeline.live import JobFilter
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.rendezvous.watch import FleetWatch
     from prorl_trio.sessions.node_api import SessionSink
@@ -78,6 +80,10 @@ class _Live:
         self.accepted_s = self.status_s = now_s
         self.status: Status = "queued"
         self.finished = trio.Event()
+
+    @property
+    def session_id(self) -> str:
+        return self.sink.session_id
 
 
 class Fleet:
@@ -127,8 +133,7 @@ class Fleet:
         self._nursery = nursery
         self._is_durable = is_durable
         self._watch = Observers(self.observers)
-        self._live: dict[str, _Live] = {}
-        self._live_of: Counter[str] = Counter()
+        self._live: LiveJobs[_Live] = LiveJobs()
         self._events: deque[on.Event] = deque()
         self._applying = False
         self._arrived: dict[tuple[str, int], tuple[Member, EncodedOutcome]] = {}
@@ -187,8 +192,8 @@ class Fleet:
         """
         if spec.job_id in self._live:
             raise DuplicateJob(f"job {spec.job_id!r} is live here; choose another id")
-        live = self._live[spec.job_id] = _Live(spec, sink, attempt - 1, trio.current_time())
-        self._live_of[sink.session_id] += 1
+        live = _Live(spec, sink, attempt - 1, trio.current_time())
+        self._live.add(live)
         if self._idle.is_set():
             self._idle = trio.Event()
         self._enter(live, "queued", "")
@@ -273,12 +278,12 @@ class Fleet:
 
     def live_by_status(self) -> Counter[str]:
         """Return the number of live jobs in each status."""
-        return Counter(live.status for live in self._live.values())
+        return self._live.by_status()
 
-    def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
+    def find_jobs(self, wanted: JobFilter, limit: int) -> tuple[int, list[JobView]]:
         """Return the number of live jobs that match, and the first `limit` of these. See `NodeApi.find_jobs`."""
-        found = [live for live in self._live.values() if matches(live.spec, live.sink.session_id, live.status)]
-        return len(found), [self._view(live) for live in found[:limit]]
+        total, jobs = self._live.find(wanted, limit)
+        return total, [self._view(live) for live in jobs]
 
     def find_job(self, job_id: str) -> JobView | None:
         """Return the current state of a live job. See `NodeApi.find_job`."""
@@ -314,7 +319,7 @@ class Fleet:
             "node_id": self.node_id,
             "draining": self.draining,
             "uptime_s": self.uptime_s,
-            "jobs": [msgspec.structs.asdict(self._view(live)) for live in list(self._live.values())[:MAX_SHOWN_JOBS]],
+            "jobs": [msgspec.structs.asdict(self._view(live)) for live in self._live.most_advanced(MAX_SHOWN_JOBS)],
             "members": {
                 node_id: {**self._shown(member), **nodes.get(node_id, {})} for node_id, member in self._known()
             },
@@ -342,8 +347,8 @@ class Fleet:
         if self._is_durable:
             await trio.lowlevel.checkpoint()
             return
-        for job_id in list(self._live):
-            self.cancel_soon(job_id, reason)
+        for live in self._live:
+            self.cancel_soon(live.spec.job_id, reason)
         await self._idle.wait()
 
     def start_members(self, recovery_timeout_s: float) -> None:
@@ -384,6 +389,7 @@ class Fleet:
                 self._moved += attempt > 1
                 live.attempt = attempt
                 live.status, live.status_s = "init", trio.current_time()
+                self._live.moved(live)
                 live.sink.begin_attempt(job_id, f"node {node_id}", partial(self.apply, on.Begun(job_id)))
                 self._watch.job_moved(partial(self._view, live), "init", f"node {node_id}")
             case on.Submit(node_id, job_id):
@@ -434,10 +440,7 @@ class Fleet:
         live.finished.set()
 
     def _forget_live(self, job_id: str, status: Status) -> _Live:
-        live = self._live.pop(job_id)
-        self._live_of[live.sink.session_id] -= 1
-        if not self._live_of[live.sink.session_id]:
-            del self._live_of[live.sink.session_id]
+        live = self._live.remove(job_id)
         self._outcomes[status] += 1
         self.admission.rate.ended(trio.current_time())
         if not self._live:
@@ -452,6 +455,7 @@ class Fleet:
 
     def _enter(self, live: _Live, status: Status, detail: str) -> None:
         live.status, live.status_s = status, trio.current_time()
+        self._live.moved(live)
         live.sink.report(live.spec.job_id, status, detail)
         self._watch.job_moved(partial(self._view, live), status, detail)
 
@@ -624,7 +628,7 @@ class Fleet:
             queued=self.dispatch.queued + ahead,
             live=len(self._live) + ahead,
             queued_of_session=self.dispatch.queued_of(session_id) + ahead,
-            live_of_session=self._live_of[session_id] + ahead,
+            live_of_session=self._live.count(session_id) + ahead,
             undelivered=undelivered,
             undelivered_bytes=undelivered_bytes,
         )

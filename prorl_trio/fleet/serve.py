@@ -170,7 +170,7 @@ async def _open_whole(
     await _wait_free(folder, trio.CapacityLimiter(1))  # before the ledger, which on a shared disk may be that head's
     ledger = ledger_folder(config, dict(os.environ))
     async with open_monitoring(config) as monitoring:
-        with open_node_arena(config.arena) as arena:
+        with feed.logs(), open_node_arena(config.arena) as arena:
             async with open_stored_journal(config.ledger, ledger) as journal:
                 limits = SessionLimits(
                     max_sessions=config.listen.max_sessions,

@@ -11,6 +11,7 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.context import Resources
+from prorl_trio.agent.mcp import prepare_servers
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.chat.token_memory import TokenMemory
@@ -86,6 +87,7 @@ async def open_node(
     """
     handlers = handlers or HandlerRegistry.from_entry_points()
     model = config.model
+    await prepare_servers(config.mcp)
     chat_format = await trio.to_thread.run_sync(load_chat_format, model)
     find_client = engine_finder(config.backends, on_backend_call, max_positions=chat_format.max_positions)
     if provider is None:

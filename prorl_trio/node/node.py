@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 import trio
 
 from prorl_trio.agent.external import ExternalAgents
+from prorl_trio.agent.mcp import servers_of
 from prorl_trio.agents.preset import find_preset
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.job import Job
@@ -22,6 +22,7 @@ from prorl_trio.types.models import AgentProgram
 from prorl_trio.types.programs import FinishAgent, OpenAgent
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from prorl_trio.agent.context import Resources
@@ -30,13 +31,14 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.drain import EndOfTime
     from prorl_trio.pipeline.job import JobSink
+    from prorl_trio.pipeline.live import JobFilter
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.pipeline.pipeline import Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.tasks.handlers.registry import HandlerRegistry
     from prorl_trio.types.backends import AnswerT, NodeRequest
-    from prorl_trio.types.models import JobSpec, Status, ToolCall, ToolSchema
+    from prorl_trio.types.models import JobSpec, ToolCall, ToolSchema
 
 MAX_SHOWN_JOBS: Final = 1_000
 """Limit of jobs in the node's status. The pipeline's part has their total number."""
@@ -154,6 +156,10 @@ class Node:
                 find_preset(spec.agent.preset)
             except ConfigError as exc:
                 raise MalformedJob(str(exc), "$.agent.preset") from None
+        try:
+            servers_of(self.config, spec)
+        except ConfigError as exc:
+            raise MalformedJob(str(exc), "$.mcp") from None
         if (unreadable := self._golds.refusal(handler, spec.instance.payload)) is not None:
             raise MalformedJob(str(unreadable), unreadable.path)
 
@@ -195,7 +201,7 @@ class Node:
         return Room(room=room, free=min(room, workers - before_eval), run_workers=workers)
 
     def _check_new(self, job_id: str) -> None:
-        if self._pipeline.job(job_id) is not None:
+        if job_id in self._pipeline.live:
             raise DuplicateJob(f"job {job_id!r} is live here; choose another id")
 
     def _load(self, session_id: str, ahead: int) -> Load:
@@ -211,13 +217,13 @@ class Node:
         )
 
     async def cancel(self, job_id: str, reason: str) -> None:
-        job = self._pipeline.job(job_id)
+        job = self._pipeline.live.get(job_id)
         if job is None:
             raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
         await self._pipeline.cancel(job, reason)
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        job = self._pipeline.job(job_id)
+        job = self._pipeline.live.get(job_id)
         if job is not None:
             self._pipeline.cancel_soon(job, reason)
 
@@ -270,25 +276,21 @@ class Node:
 
         At most `MAX_SHOWN_JOBS` are returned, oldest first; jobs that only wait for INIT are left out first.
         """
-        jobs = self._pipeline.jobs()
-        if len(jobs) > MAX_SHOWN_JOBS:
-            jobs.sort(key=lambda job: job.lifecycle.status == "queued")
-        return [msgspec.structs.asdict(job.view()) for job in jobs[:MAX_SHOWN_JOBS]]
+        return [msgspec.structs.asdict(job.view()) for job in self._pipeline.live.most_advanced(MAX_SHOWN_JOBS)]
 
     def live_by_status(self) -> Counter[str]:
-        return Counter(job.lifecycle.status for job in self._pipeline.jobs())
+        return self._pipeline.live.by_status()
 
-    def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
-        jobs = self._pipeline.jobs()
-        found = [job for job in jobs if matches(job.spec, job.session_id, job.lifecycle.status)]
-        return len(found), [job.view() for job in found[:limit]]
+    def find_jobs(self, wanted: JobFilter, limit: int) -> tuple[int, list[JobView]]:
+        total, jobs = self._pipeline.live.find(wanted, limit)
+        return total, [job.view() for job in jobs]
 
     def find_job(self, job_id: str) -> JobView | None:
-        job = self._pipeline.job(job_id)
+        job = self._pipeline.live.get(job_id)
         return None if job is None else job.view()
 
     def _check_live(self, job_id: str) -> None:
-        if self._pipeline.job(job_id) is None:
+        if job_id not in self._pipeline.live:
             raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
 
     async def cancel_all(self, reason: str) -> None:

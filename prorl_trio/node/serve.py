@@ -234,7 +234,7 @@ async def _open_whole(
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
     async with open_monitoring(config) as monitoring:
-        with open_node_arena(config.arena) as arena:
+        with feed.logs(), open_node_arena(config.arena) as arena:
             async with open_sessions(config, arena) as sessions:
                 shared = sessions.shared
                 tokens = TokenMemory(arena) if shared is None else TokenMemory(arena, shared.make_room)

@@ -101,6 +101,10 @@ class Job:
         return "" if sandbox.gone else sandbox.sandbox_id
 
     @property
+    def status(self) -> Status:
+        return self.lifecycle.status
+
+    @property
     def priority(self) -> int:
         """Priority in a stage's queue; lower goes first."""
         return PRIORITY[self.spec.priority]

@@ -21,6 +21,7 @@ from prorl_trio.agents.preset import find_preset
 from prorl_trio.pipeline.admission import Admission
 from prorl_trio.pipeline.fates import Fates
 from prorl_trio.pipeline.groups import GroupTable
+from prorl_trio.pipeline.live import LiveJobs
 from prorl_trio.pipeline.observer import Observers
 from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
 from prorl_trio.pipeline.stages import WorkStage
@@ -30,7 +31,7 @@ from prorl_trio.types.errors import ConfigError, Draining, HandlerError
 from prorl_trio.types.models import LINES, AgentProgram
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
@@ -93,7 +94,7 @@ def _p99_s(took_s: deque[float]) -> float:
     return sorted(took_s)[math.ceil(SHARE * len(took_s)) - 1]
 
 
-async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATCH_INTERVAL_S) -> None:
+async def watch_jobs(jobs: Iterable[Job], interval_s: float = WATCH_INTERVAL_S) -> None:
     """Log each stuck job once; runs until cancelled.
 
     A job is stuck without progress for `stuck_after_s`, or if it does not react to its cancel. A blocked loop is not
@@ -102,7 +103,7 @@ async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATC
     watch = _Watch(interval_s)
     while True:
         await trio.sleep(interval_s)
-        watch.look(set(jobs()))
+        watch.look(set(jobs))
 
 
 class _Watch:
@@ -204,8 +205,7 @@ class Pipeline:
         self.admission = Admission(resources.config.admission, resources.config.stages.init_queue)
         self._sandboxes = sandboxes
         self._service = service
-        self._jobs: dict[str, Job] = {}
-        self._live_of: Counter[str] = Counter()
+        self.live: LiveJobs[Job] = LiveJobs()
         self._groups: GroupTable[Job] = GroupTable()
         self._groups_changed = trio.Event()
         self._retries: trio.Nursery | None = None
@@ -266,17 +266,11 @@ class Pipeline:
     # ------------------------------------------------------------ the node's side
 
     def __len__(self) -> int:
-        return len(self._jobs)
-
-    def job(self, job_id: str) -> Job | None:
-        return self._jobs.get(job_id)
+        return len(self.live)
 
     def load_of(self, session_id: str) -> tuple[int, int]:
         """Return how many jobs of that session wait for INIT, and how many are live."""
-        return self.stages[0].queue.count(session_id), self._live_of[session_id]
-
-    def jobs(self) -> list[Job]:
-        return list(self._jobs.values())
+        return self.stages[0].queue.count(session_id), self.live.count(session_id)
 
     def submit(self, job: Job, *, promised: bool = False) -> None:
         """Accept the job; a `promised` job may exceed the capacity of its first stage's queue.
@@ -288,8 +282,7 @@ class Pipeline:
         if self._retries is None:
             raise Draining("the node has ended; submit to another one")
         self._first_stage(job).queue.put_nowait(job, job.priority, job.session_id, promised=promised)
-        self._jobs[job.spec.job_id] = job
-        self._live_of[job.session_id] += 1
+        self.live.add(job)
         if self._idle.is_set():
             self._idle = trio.Event()
         job.accepted(self._watch)
@@ -324,7 +317,7 @@ class Pipeline:
 
     async def cancel_all(self, reason: str) -> None:
         """Cancel every live job; return when all have ended."""
-        for job in self.jobs():
+        for job in self.live:
             self.cancel_soon(job, reason, "shutdown")
         await self.wait_idle()
 
@@ -338,7 +331,7 @@ class Pipeline:
     def statistics(self) -> dict[str, object]:
         """Return live figures: per stage queued, busy and workers; outcomes by status; tokens; prefix breaks."""
         return {
-            "jobs": len(self._jobs),
+            "jobs": len(self.live),
             "stages": {stage.name: stage.statistics() for stage in self.stages},
             "outcomes": dict(self._outcomes),
             "retried": self._retried,
@@ -463,6 +456,7 @@ class Pipeline:
         self._count(job, delivered=False)
         job.scope = trio.CancelScope()
         job.begin_again(record)
+        self.live.moved(job)
         self._group_moved(job)
         self._retries.start_soon(self._queue_again, job, job.scope, backoff_s, name=f"retry {job.spec.job_id}")
 
@@ -489,7 +483,7 @@ class Pipeline:
 
     async def cancel_queued(self) -> None:
         """End every queued job as cancelled. For the shutdown, when all workers have stopped."""
-        for job in self.jobs():
+        for job in self.live:
             if any(stage.queue.remove(job) for stage in self.stages):
                 await self._end_queued(job)
 
@@ -507,10 +501,7 @@ class Pipeline:
         await self._release(job)
         job.move(outcome.status, outcome.error)
         outcome = msgspec.structs.replace(outcome, timing=job.lifecycle.timing())
-        del self._jobs[job.spec.job_id]
-        self._live_of[job.session_id] -= 1
-        if not self._live_of[job.session_id]:
-            del self._live_of[job.session_id]
+        self.live.remove(job.spec.job_id)
         self.admission.rate.ended(trio.current_time())
         job.ended(outcome)
         self._outcomes[outcome.status] += 1
@@ -525,7 +516,7 @@ class Pipeline:
             rest, why = self._groups.ended(job.group_key, job, trio.current_time(), completed=is_success)
             self._stop(rest, why)
             self._groups_changed.set()
-        if not self._jobs:
+        if not self.live:
             self._idle.set()
 
     def _count(self, job: Job, *, delivered: bool) -> None:
@@ -540,6 +531,7 @@ class Pipeline:
 
     def _move(self, job: Job, to: Status) -> None:
         job.move(to)
+        self.live.moved(job)
         if to == "run":
             self._begins.begun(job.session_id, job.spec.priority)
         self._group_moved(job)
@@ -588,7 +580,7 @@ async def open_pipeline(
                         pipeline.stages[index].start(nursery, partial(pipeline._run_stage, index))
                     pipeline._retries = init_nursery
                     init_nursery.start_soon(service_task(pipeline._watch_groups, "group deadlines"))
-                    init_nursery.start_soon(service_task(watch_jobs, "stuck jobs"), pipeline.jobs)
+                    init_nursery.start_soon(service_task(watch_jobs, "stuck jobs"), pipeline.live)
                     try:
                         yield pipeline
                     finally:

@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_right
 from collections import Counter
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, count, pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -37,7 +37,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one outcome, for lists, filters and sorting.
 
     Attributes:
-        place: its place in the file, from 0. `error`, `task`: the beginning of its error, and of its task.
+        place: its place in the file, from 0. `job_id`: with a number after it if an earlier outcome has the same.
+        `error`, `task`: the beginning of its error, and of its task.
         stop: its trajectory's stop reason; empty without a trajectory.
         handler, family: the task's handler and family; empty if unknown.
         agent: the program that worked on it, or the kind of agent that it claims to be; empty for the node's own.
@@ -237,7 +238,7 @@ class OutcomeIndex:
         versions = dict.fromkeys(span.policy_version for segment in segments for span in segment.spans)
         return Row(
             place=len(self.rows),
-            job_id=found.job_id,
+            job_id=self._name_of(found.job_id),
             instance_id=found.instance_id,
             group_id=found.group_id,
             status=found.status,
@@ -260,6 +261,11 @@ class OutcomeIndex:
             eval_s=timing.eval_s,
             waited_s=timing.queued_init_s + timing.queued_run_s + timing.queued_eval_s,
         )
+
+    def _name_of(self, job_id: str) -> str:
+        """Return the id, with a number if the run has several outcomes with it."""
+        others = (f"{job_id} ({number})" for number in count(2))
+        return next(name for name in chain([job_id], others) if name not in self._places)
 
     def row(self, job_id: str) -> Row:
         """Return the figures of one outcome. Raises UnknownJob if the id is unknown."""

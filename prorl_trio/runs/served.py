@@ -109,6 +109,9 @@ def _endpoint(path: str, find: Callable[[ViewQuery], object], summary: str) -> E
             return msgspec.json.encode(find(wanted), enc_hook=str)
         except (ConfigError, OSError, RecursionError) as exc:
             raise ApiError(422, ErrorDetail(code="unreadable", message=str(exc))) from exc
+        except (IndexError, ValueError) as exc:  # someone has changed it
+            said = f"the recorded outcome contradicts itself: {exc!r}"
+            raise ApiError(422, ErrorDetail(code="unreadable", message=said)) from exc
 
     async def answer(call: Call) -> Response:
         body = await run_sync(work, call.query)

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from prorl_trio.types.models import AgentProgram, Budgets, JobSpec, RetryPolicy, SamplingParams, TaskInstance
+from prorl_trio.types.models import AgentProgram, Budgets, JobSpec, McpServer, RetryPolicy, SamplingParams, TaskInstance
 
 EarlyStop = Literal["keep", "cancel"]
 """The fate of running groups when a batch is complete: they continue and are trained on later, or are cancelled."""
@@ -74,6 +74,7 @@ class JobTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_trajectory_tokens: int | None = None
     max_completion_tokens: int | None = None
     agent: AgentProgram | str | None = None
+    mcp: list[McpServer | str] | None = None
 
     def spec(self, job_id: str, group_id: str, instance: TaskInstance) -> JobSpec:
         """Return the job of one rollout."""
@@ -89,4 +90,5 @@ class JobTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             max_trajectory_tokens=self.max_trajectory_tokens,
             max_completion_tokens=self.max_completion_tokens,
             agent=self.agent,
+            mcp=self.mcp,
         )

@@ -118,7 +118,7 @@ class ProcessTree:
         self.is_init = leader.is_init
         """The first process is the first of its PID namespace, so that the kernel ends the whole tree with it."""
         self._folder = folder
-        self._stdin, self._stdout, self._stderr = map(trio.lowlevel.FdStream, streams)
+        self.stdin, self.stdout, self._stderr = map(trio.lowlevel.FdStream, streams)
         self._stderr_tail = bytearray()
         self._stderr_ended = trio.Event()
         self._ready = False
@@ -136,7 +136,7 @@ class ProcessTree:
         return frozenset(self._members)
 
     def describe_exit(self) -> str:
-        code = self._exit_code()
+        code = self.exit_code()
         if code is None:
             return "running"
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
@@ -155,7 +155,7 @@ class ProcessTree:
         Without a namespace, a running daemon counts as False, and an ended one is judged only by its exit code.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
-        code = self._exit_code()
+        code = self.exit_code()
         if self._is_ending:
             return False
         if code is None:
@@ -174,7 +174,7 @@ class ProcessTree:
             self._daemon = next((process for process in alive if _is_first(process.pid)), None)
         return None if self._daemon is None else self._daemon.pid
 
-    def _exit_code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Return the exit code of its first process: -n after signal n, None while it runs."""
         if (code := self._leader.returncode) is not None:
             return code
@@ -224,9 +224,9 @@ class ProcessTree:
             raise SandboxUnavailable.refused(f"a sandbox cannot be recorded in {self._folder}", exc) from exc
         answer = b""
         with trio.move_on_after(start_timeout_s) as patience, contextlib.suppress(trio.BrokenResourceError):
-            await self._stdin.send_all(stdin_line)
+            await self.stdin.send_all(stdin_line)
             while b"\n" not in answer and len(answer) <= MAX_READY_LINE_BYTES:
-                chunk = await self._stdout.receive_some(READ_BYTES)
+                chunk = await self.stdout.receive_some(READ_BYTES)
                 if not chunk:
                     break
                 answer += chunk
@@ -239,7 +239,7 @@ class ProcessTree:
                 await self._stderr_ended.wait()
                 await self.wait_exit()
             # A launcher's last output is prose, and an exhausted machine makes each launcher fail differently.
-            ended = self._exit_code() is not None
+            ended = self.exit_code() is not None
             raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"), retryable=ended)
         self._ready = True
         if self.is_init:
@@ -256,13 +256,21 @@ class ProcessTree:
         said = self.stderr_tail()
         return f"{self._program}: {what}" + (f"; it said: {said}" if said else "")
 
-    async def _end(self) -> None:
+    def kill_init(self) -> None:
+        """Kill the whole tree if its first process is that of a PID namespace. `open_process_tree` waits for its end.
+
+        For before its connections are closed, which would make a daemon end its sessions one by one in vain.
+        """
         self._is_ending = True
+        if self.is_init and self._leader.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def _end(self) -> None:
+        self.kill_init()
         try:
             if not self.is_init:
                 await self._end_family()
             elif self._leader.returncode is None:
-                os.kill(self.pid, signal.SIGKILL)
                 await self._exits_within(KILL_TIMEOUT_S)
         except Exception as exc:  # without a descriptor or thread to inspect its processes, end the known ones
             logger.error("the processes of a sandbox cannot be looked at: %r", exc)
@@ -273,7 +281,7 @@ class ProcessTree:
         self._note_family()
         # A leader that died by itself, or was killed, may have left children that were never recorded.
         left_orphans = self.describe_exit() != "running"
-        await self._stdin.aclose()
+        await self.stdin.aclose()
         if left_orphans:
             # A daemon among the known processes ends all its children, which only it may know.
             await run_blocking(wait_gone, self._members, GRACE_S)
@@ -293,7 +301,7 @@ class ProcessTree:
         This is not a bug: a suspended machine, or a process inside a system call, outlasts any deadline.
         """
         self._leader.poll()
-        for stream in (self._stdin, self._stdout, self._stderr):
+        for stream in (self.stdin, self.stdout, self._stderr):
             stream.close()
         survivors = sorted(filter(_may_live, self._members))
         if survivors:

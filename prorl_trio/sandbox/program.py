@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -56,6 +57,9 @@ class Program:
         self._result: ExecResult | None = None
         self._failure: Exception | None = None
         self._sending = trio.CancelScope()
+        self.max_stderr_bytes = math.inf
+        """Limit of all its standard errors. A program that exceeds it is ended."""
+        self._stderr_bytes = 0
         self.is_late = False
         """True after a line that was later than its `own_limit_s`. The reader resets it."""
 
@@ -131,6 +135,9 @@ class Program:
     def _take(self, stream: str, data: bytes) -> None:
         if stream != "stdout":
             self.is_late |= stream == "late"
+            self._stderr_bytes += len(data)
+            if self._stderr_bytes > self.max_stderr_bytes:
+                raise SandboxCallFailed(f"{self._request.argv[0]} wrote {self._stderr_bytes} bytes of errors")
             return
         self._unread_bytes += len(data)
         if self._unread_bytes > MAX_UNREAD_BYTES:

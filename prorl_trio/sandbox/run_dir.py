@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 MAX_SOCKET_PATH_BYTES: Final = 107
+CONTROL_NAME: Final = "c"
 SOCKET_NAME: Final = "s"
 CLOSE_TIMEOUT_S: Final = 10.0
 REMAINS_DELAY_S: Final = 0.1
@@ -65,11 +67,17 @@ class SandboxDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.sandbox_id = path.name
-        self.control = path / "c"
-        self.home = path / "home"
+        self.control = path / CONTROL_NAME
         self.socket = self.control / SOCKET_NAME
         self.held = contextlib.ExitStack()
         """Resources reserved until the sandbox has ended, such as its image."""
+
+    @functools.cached_property
+    def home(self) -> Path:
+        """A folder for a program that needs a home directory outside of its sandbox, made at its first use."""
+        path = self.path / "home"
+        path.mkdir(mode=0o700)
+        return path
 
 
 class RunDir:
@@ -234,6 +242,12 @@ def _reap_and_remove(path: Path) -> bool:
 
 def _remove(path: Path) -> bool:
     """Return whether the folder is completely removed, which fails without a descriptor, for example."""
+    with contextlib.suppress(OSError):  # there is more in it
+        for name in (f"{CONTROL_NAME}/{SOCKET_NAME}", reaper.RECORD_NAME):
+            os.unlink(f"{path}/{name}")
+        os.rmdir(f"{path}/{CONTROL_NAME}")
+        os.rmdir(path)
+        return True
     shutil.rmtree(path, ignore_errors=True)
     return not path.exists()
 
@@ -255,8 +269,8 @@ def _start_time() -> int:
 
 
 def _make_sandbox_dir(folder: SandboxDir) -> None:
-    for path in (folder.path, folder.control, folder.home):
-        path.mkdir(mode=0o700)
+    for path in (folder.path, folder.control):
+        os.mkdir(path, mode=0o700)
 
 
 class _Shared:
@@ -363,7 +377,7 @@ def check_base(base: Path, mountinfo: str) -> None:
         SandboxUnavailable: the message has the reason and a remedy.
     """
     advice = "set sandbox.runtime_dir to a short path on a local disk or tmpfs"
-    longest = base / f"{_PREFIX}4194304-xxxxxxxx" / "sbx-xxxxxxxx" / "c" / SOCKET_NAME
+    longest = base / f"{_PREFIX}4194304-xxxxxxxx" / "sbx-xxxxxxxx" / CONTROL_NAME / SOCKET_NAME
     if (length := len(os.fsencode(longest))) > MAX_SOCKET_PATH_BYTES:
         raise SandboxUnavailable(
             f"control sockets in {base} would need paths of {length} bytes, above {MAX_SOCKET_PATH_BYTES}; {advice}"

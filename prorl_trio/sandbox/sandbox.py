@@ -302,11 +302,13 @@ class Sandbox(abc.ABC):
         user: str = "",
         max_stderr_bytes: int = 64 * 1024,
         lenient: bool = False,
+        is_service: bool = False,
     ) -> AsyncIterator[Program]:
         """Run an interactive program: for evaluators that send it one request after the other.
 
         It is the sandbox's one action during the block: other verbs wait for its end. On exit it is killed, with all
-        its processes. Arguments as in `exec`; at most `max_stderr_bytes` of its stderr are kept.
+        its processes. Arguments as in `exec`; at most `max_stderr_bytes` of its stderr are kept. With `is_service`, it
+        runs beside all actions instead, and its time is charged to nobody.
 
         The methods of the program raise the errors of `exec`.
         """
@@ -322,8 +324,9 @@ class Sandbox(abc.ABC):
             stream=True,
             lenient=lenient,
         )
-        async with self._turn, open_single_nursery() as nursery:
-            program = Program(self.call, call, timeout_s + ACTION_MARGIN_S, partial(self._timing, runs=True))
+        timing = nullcontext if is_service else partial(self._timing, runs=True)
+        async with nullcontext() if is_service else self._turn, open_single_nursery() as nursery:
+            program = Program(self.call, call, timeout_s + ACTION_MARGIN_S, timing)
             nursery.start_soon(program.serve)
             try:
                 yield program

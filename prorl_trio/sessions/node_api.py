@@ -9,9 +9,10 @@ from prorl_trio.pipeline.job import JobSink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from prorl_trio.pipeline.live import JobFilter
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.types.backends import AnswerT, NodeRequest
-    from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall, ToolSchema
+    from prorl_trio.types.models import EncodedOutcome, JobSpec, ToolCall, ToolSchema
 
 
 class Room(NamedTuple):
@@ -112,11 +113,8 @@ class NodeApi(Protocol):
         """Return the node's live state as values that msgpack can encode."""
         ...
 
-    def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
-        """Return the number of live jobs that match, and the first `limit` of these, oldest first.
-
-        `matches` is called with each job's spec, session and status.
-        """
+    def find_jobs(self, wanted: JobFilter, limit: int) -> tuple[int, list[JobView]]:
+        """Return the number of live jobs that match, and the first `limit` of these. See `LiveJobs.find`."""
         ...
 
     def find_job(self, job_id: str) -> JobView | None:

@@ -46,6 +46,7 @@ class Answer(msgspec.Struct, frozen=True):
             headers and half of the body.
         stream: sends the body piece by piece, instead of `body`; it is cancelled if the client disconnects. If it
             returns True, the connection breaks before the end of the body.
+        headers: further headers of an answer without `stream`.
     """
 
     status: int
@@ -53,6 +54,7 @@ class Answer(msgspec.Struct, frozen=True):
     content_type: str = "application/json"
     cut: Literal["", "before_headers", "after_headers"] = ""
     stream: Callable[[Send], Awaitable[bool]] | None = None
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 async def serve_http(stream: trio.SocketStream, handle: Callable[[HttpCall], Awaitable[Answer]]) -> None:
@@ -126,7 +128,7 @@ async def _send_answer(stream: trio.SocketStream, connection: h11.Connection, an
         return False
     if answer.stream is not None:
         return await _send_stream(stream, connection, answer, answer.stream)
-    headers = [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body)))]
+    headers = [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body))), *answer.headers]
     payload = connection.send(h11.Response(status_code=answer.status, headers=headers)) or b""
     if answer.cut == "after_headers":
         await stream.send_all(payload + answer.body[: len(answer.body) // 2])

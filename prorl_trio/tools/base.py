@@ -126,6 +126,11 @@ class ToolSet:
         """Return the schemas that the chat template shows to the policy, in order; none unless `described`."""
         return [tool.schema() for tool in self._tools.values()] if self._described else []
 
+    def with_more(self, tools: Sequence[Tool]) -> ToolSet:
+        """Return a set with further tools, under the same limit."""
+        more = [*self._tools.values(), *tools]
+        return ToolSet(more, max_observation_chars=self._max_observation_chars, described=self._described)
+
     async def call(self, call: ToolCall, sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Carry out one call of the policy.
 

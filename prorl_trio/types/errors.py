@@ -33,6 +33,7 @@ ErrorCode = Literal[
     "agent_program",  # the agent program did not start, or ended before its first request
     "agent_fault",  # the policy violated the rules of the task
     "search_unavailable",  # the node's search backend does not answer
+    "mcp_server",  # an MCP server did not start, or died without the policy's doing
     "handler_raised",  # the handler raised an exception, or its outcome was too large
     "not_restorable",  # a recorded rollout lacks data that its handler grades
     "evaluator_crashed",  # the scorer raised, or its process died
@@ -420,6 +421,16 @@ class SearchUnavailable(RolloutError):
 
     cause = "node"
     error_code = "search_unavailable"
+
+
+class McpServerLost(RolloutError):
+    """An MCP server did not start, or has ended, which is not the policy's fault."""
+
+    error_code = "mcp_server"
+
+    def __init__(self, message: str, cause: Literal["sandbox", "node"]) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class HandlerError(RolloutError):

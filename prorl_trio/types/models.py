@@ -76,7 +76,7 @@ SegmentReason = Literal[
     "sub_agent",  # another agent was called
     "side_call",  # the program made a request outside its dialogue, for example for a title or a summary
     "rewrite",  # the program changed the policy's words or its own earlier words
-    "tools_changed",  # the program offered different tools
+    "tools_changed",  # the program, or an MCP server, offered different tools
     "branch",  # the program continued from an earlier turn
     "retry",  # a step was retried
 ]
@@ -727,6 +727,22 @@ class AgentProgram(_Model, frozen=True):
             raise ValueError("an agent is either a preset or a command, or it is external")
 
 
+class McpServer(_Model, frozen=True):
+    """An MCP server that a job starts in its own sandbox (docs/mcp.md).
+
+    Attributes:
+        name: prefix of its tools' names.
+        command: program and arguments.
+        env: environment variables.
+        tools: patterns of the offered tools; empty: all.
+    """
+
+    name: str
+    command: list[str]
+    env: dict[str, str] = {}
+    tools: list[str] = []
+
+
 class JobSpec(_Model, frozen=True):
     """A rollout to run.
 
@@ -759,6 +775,8 @@ class JobSpec(_Model, frozen=True):
             between turns. None: no limit of its own.
         recorded: an earlier rollout of the instance to grade again, by EVAL alone. Nothing is sampled.
         agent: a program that works on the task instead of the node's own loop. A text is its `preset`.
+        mcp: MCP servers whose tools the agent uses in addition: names of the node's servers, or servers for the
+            sandbox. None: the node's `mcp.default`.
     """
 
     job_id: str
@@ -777,6 +795,7 @@ class JobSpec(_Model, frozen=True):
     max_completion_tokens: int | None = None
     recorded: Recorded | None = None
     agent: AgentProgram | str | None = None
+    mcp: list[McpServer | str] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.agent, str):

@@ -65,7 +65,7 @@ from prorl_ipc.tree_reader import TreeReader
 from prorl_ipc.tree_writer import TreeWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from prorl_daemon.children import Child
     from prorl_daemon.kernel_ends import KernelEnds
@@ -233,7 +233,8 @@ async def serve_daemon(
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # trio has set a handler, which would intercept it
             else:
                 nursery.start_soon(_end_on_signal, nursery.cancel_scope)
-            await _serve(listener, start, accept_timeout_s, stdin_fd, prestart_ipython, kernel)
+            accept = partial(_accept_one, listener, accept_timeout_s, stdin_fd)
+            await serve_sessions(accept, start, prestart_ipython=prestart_ipython, kernel=kernel)
             nursery.cancel_scope.cancel()
     finally:
         listener.socket.close()
@@ -273,14 +274,14 @@ def _inherited_listener(fd: int) -> trio.SocketListener:
     return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
 
 
-async def _serve(
-    listener: trio.SocketListener,
+async def serve_sessions(
+    accept: Callable[[], Awaitable[trio.SocketStream | None]],
     start: StartLine,
-    accept_timeout_s: float,
-    stdin_fd: int | None,
-    prestart_ipython: bool,
-    kernel: Prestarted | None,
+    *,
+    prestart_ipython: bool = False,
+    kernel: Prestarted | None = None,
 ) -> None:
+    """Serve the connection that `accept` returns, if any, until its end; then end all descendants of this process."""
     reaper = ChildReaper(start.limits, isolated=start.isolated)
     adopted = None if kernel is None else (reaper.adopt(kernel.pid), kernel.ends)
     try:
@@ -290,7 +291,7 @@ async def _serve(
             nursery.start_soon(calls.watchdog.serve)
             nursery.start_soon(partial(calls.bash.serve, prestart=start.prestart_bash))
             await nursery.start(partial(calls.ipython.serve, prestart=prestart_ipython))
-            stream = await _accept_one(listener, accept_timeout_s, stdin_fd)
+            stream = await accept()
             if stream is not None:
                 try:
                     with suppress(IpcError):

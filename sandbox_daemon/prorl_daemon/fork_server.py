@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import pwd
+import secrets
 import select
 import socket
 import sys
@@ -18,20 +19,27 @@ import traceback
 from typing import NoReturn
 
 import msgspec
+import trio
 
+from prorl_daemon.daemon import serve_sessions
 from prorl_daemon.ipython_child import preload_shell
 from prorl_daemon.namespaces import end_with_parent, fork_apart, settle
 from prorl_daemon.prestarted import fork_kernel, place, show_command_line
-from prorl_daemon.run import USAGE_ERROR, run_daemon, say_ready
+from prorl_daemon.run import TICK_S, USAGE_ERROR, run_daemon, say_ready
 from prorl_daemon.seccomp import filter_code
+from prorl_daemon.settings import StartLine
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.clock import RunningClock
 from prorl_ipc.limits import NamespaceLimits
-from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
+from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox, Ping, Pong
 
 TRIAL_DISK_BYTES = 1024 * 1024
 TRIAL_LIMITS = NamespaceLimits(0, 0, 1, 1, 1)
 START_LINE_TIMEOUT_S = 30.0
 FIRST_PID = 1
 """The process id of a daemon in its own PID namespace."""
+REHEARSALS = 20
+"""The interpreter specialises code after some eight calls. 6 ms each."""
 LATER = ("encodings.ascii", "ptyprocess")
 """Modules that a daemon imports when it first needs them."""
 
@@ -47,6 +55,8 @@ def serve_forks(control_fd: int) -> int:
             filter_code(FIRST_PID, guarded=True, keyed=keyed)
         for name in LATER:
             importlib.import_module(name)
+        for _ in range(REHEARSALS):
+            rehearse_daemon()
         gc.collect()
         gc.freeze()  # a collection would touch, and so copy, pages that all forks share
         if problem := _try_one(uid, gid, home):
@@ -69,6 +79,28 @@ def serve_forks(control_fd: int) -> int:
             for fd in fds:
                 os.close(fd)
             control.send(msgspec.msgpack.encode(answer))
+
+
+def rehearse_daemon() -> None:
+    """Serve one call as a daemon does, in this process, so that forks find everything imported, cached and specialised.
+
+    Whatever a fork changes, such as the interpreter's inline caches, is a page that it must copy. Leaves nothing.
+    """
+    trio.run(_rehearse, clock=RunningClock(tick_s=TICK_S))
+
+
+async def _rehearse() -> None:
+    ours, theirs = (trio.SocketStream(end) for end in trio.socket.socketpair())
+    start = StartLine(token=secrets.token_hex(), prestart_bash=False, isolated=True)
+
+    async def accept() -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        return theirs
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_sessions, accept, start)
+        async with open_rpc_client(ours, token=start.token) as daemon:
+            await daemon.call(Ping(), Pong, timeout_s=START_LINE_TIMEOUT_S)
 
 
 def _try_one(uid: int, gid: int, home: str) -> str:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _FORMATTER = DollarFormatter()
 _ERRNO: Final[Any] = OSError.__dict__["errno"]
+REHEARSALS = 20
 _REHEARSAL = "def fail(value):\n    return value / 0\nfail(1)\n"
 _NO_INPUT = "there is no one to answer input(): pass the value in the code instead"
 
@@ -149,10 +150,15 @@ class CellShell(InteractiveShell):
         getpass.getpass = _refuse_input
 
     def rehearse(self) -> None:
-        """Make and drop the traceback of a failing cell: imports take three quarters of the time of the first one.
+        """Run cells, and drop the traceback of a failing one, so that the first real cell finds everything imported.
 
-        It leaves no trace, and counts as no cell.
+        It leaves no trace, and counts as no cell. It is repeated, because the interpreter specialises repeated code.
         """
+        known = set(linecache.cache)
+        for _ in range(REHEARSALS):
+            self.run_cell("pass", store_history=False, shell_futures=False)  # type: ignore[no-untyped-call]
+        for name in set(linecache.cache) - known:
+            del linecache.cache[name]
         name = "<rehearsal>"
         linecache.cache[name] = (len(_REHEARSAL), None, _REHEARSAL.splitlines(keepends=True), name)
         try:

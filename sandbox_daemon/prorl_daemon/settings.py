@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pwd
 import select
@@ -79,11 +80,7 @@ def tool_environment(extra: dict[str, str], *, inherit_env: bool = False) -> dic
 
     With `inherit_env`, the image's variables come between the two.
     """
-    try:
-        account = pwd.getpwuid(os.getuid())
-        home, user = account.pw_dir, account.pw_name
-    except KeyError:
-        home, user = "/", str(os.getuid())
+    home, user = _home_and_name(os.getuid())
     return {
         "PATH": os.environ.get("PATH", DEFAULT_PATH),
         "HOME": os.environ.get("HOME", home),
@@ -95,6 +92,15 @@ def tool_environment(extra: dict[str, str], *, inherit_env: bool = False) -> dic
         **(_image_environment() if inherit_env else {}),
         **extra,
     }
+
+
+@functools.cache
+def _home_and_name(uid: int) -> tuple[str, str]:
+    try:
+        account = pwd.getpwuid(uid)
+    except KeyError:
+        return "/", str(uid)
+    return account.pw_dir, account.pw_name
 
 
 def _image_environment() -> dict[str, str]:

@@ -289,6 +289,7 @@ LISTENERS = {
     "prorl_trio/testing/fake_engine.py": "for tests: an engine",
     "prorl_trio/testing/fake_search.py": "for tests: a search service",
     "prorl_trio/testing/sandbox_contract.py": "for tests: nobody is answered",
+    "prorl_trio/tools/mcp/sessions.py": "subscribes to an MCP server's changes, over our connection to it",
     "launch/prorl_launch/slurm/fleet_folder.py": "a trial whether sockets can be made: nobody is answered",
     "launch/prorl_launch/slurm/engine_port.py": "a trial whether a port is free: nobody is answered",
 }

@@ -149,7 +149,7 @@ async def test_the_wait_for_a_backend_is_charged_to_no_budget(rig):
         rig.pipeline.submit(job)
         await rig.observer.wait_status("job", "run")
         await trio.sleep(2.5)
-        assert rig.pipeline.jobs()[0].view().waiting_on.startswith("a backend that takes tasks: <Backend http")
+        assert next(iter(rig.pipeline.live)).view().waiting_on.startswith("a backend that takes tasks: <Backend http")
         await backends.add(url)
         await job.finished.wait()
     assert rig.observer.outcomes["job"].status == "completed"
@@ -313,7 +313,7 @@ async def test_a_cancel_during_the_back_off_ends_the_job(rig):
         while rig.observer.statuses.count(("job", "queued")) < 2:
             await rig.observer._changed.park()
         await trio.testing.wait_all_tasks_blocked()
-        assert "back-off" in rig.pipeline.jobs()[0].view().waiting_on
+        assert "back-off" in next(iter(rig.pipeline.live)).view().waiting_on
         await rig.pipeline.cancel(job, "enough")
     outcome = rig.observer.outcomes["job"]
     assert (outcome.status, outcome.attempt, len(outcome.attempts)) == ("cancelled", 2, 1)

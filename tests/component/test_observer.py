@@ -10,10 +10,12 @@ import trio
 from prorl_trio.agent.activity import Activity
 from prorl_trio.node.node import Node
 from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.live import LiveJobs
 from prorl_trio.pipeline.observer import Observers
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.types.models import JobSpec
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -81,7 +83,7 @@ async def test_a_live_job_says_what_it_waits_for(rig):
             rig.pipeline.submit(Job(rig.spec(name, tags={"k": "v"}), Waits(), rig.resources, rig.observer))
             await rig.observer.wait_status(name, status)
         await trio.testing.wait_all_tasks_blocked()
-        running, waiting = [job.view() for job in rig.pipeline.jobs()]
+        running, waiting = [job.view() for job in rig.pipeline.live]
         assert (running.status, running.waiting_on, running.stuck) == ("run", "tool bash", True)
         assert (running.session_id, running.handler, running.tags, running.attempt) == (
             "trainer",
@@ -124,17 +126,19 @@ class NumberView(msgspec.Struct):
 
 def test_the_status_of_a_node_with_many_jobs_stays_small():
     """Jobs in stages are all there; those that only wait are counted."""
-    pipeline = SimpleNamespace(
-        jobs=lambda: [
+    live = LiveJobs()
+    for number in range(30_000):
+        live.add(
             SimpleNamespace(
-                lifecycle=SimpleNamespace(status="run" if number % 100 == 99 else "queued"),
+                spec=JobSpec(job_id=f"{number}", instance=None),
+                session_id="s",
+                accepted_s=number,
+                status="run" if number % 100 == 99 else "queued",
                 view=lambda number=number: NumberView(number=number),
             )
-            for number in range(30_000)
-        ]
-    )
+        )
     node = Node.__new__(Node)
-    node._pipeline = pipeline
+    node._pipeline = SimpleNamespace(live=live)
     shown = [view["number"] for view in node.live_jobs()]
     assert len(shown) == 1_000
     assert shown[:300] == list(range(99, 30_000, 100))

@@ -240,7 +240,7 @@ async def test_job_on_paused_backends_says_so_and_is_not_charged(rig):
         rig.pipeline.submit(Job(rig.spec(budgets=Budgets(run_s=0.5)), MathHandler(), rig.resources, rig.observer))
         while not backends.statistics()["admission"]["waiting"]:
             await trio.sleep(0.01)
-        (job,) = [job.view() for job in rig.pipeline.jobs()]
+        (job,) = [job.view() for job in rig.pipeline.live]
         assert job.waiting_on == "backends paused"
         await trio.sleep(0.6)
         await backends.operate(ResumeBackends("v9"))

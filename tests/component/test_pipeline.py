@@ -234,7 +234,7 @@ async def test_the_shutdown_ends_every_job_once(rig):
     assert {outcome.error for outcome in rig.observer.outcomes.values()} == {"the node is shutting down"}
     with pytest.raises(Draining):  # nobody would run it, or end it
         rig.pipeline.submit(Job(rig.spec("late"), Scripted(), rig.resources, rig.observer), promised=True)
-    assert rig.pipeline.job("late") is None
+    assert rig.pipeline.live.get("late") is None
 
 
 async def test_a_full_queue_takes_nothing(rig):
@@ -248,7 +248,7 @@ async def test_a_full_queue_takes_nothing(rig):
         rig.pipeline.submit(Job(rig.spec("b"), Scripted(), rig.resources, rig.observer))
         with pytest.raises(trio.WouldBlock):
             rig.pipeline.submit(Job(rig.spec("c"), Scripted(), rig.resources, rig.observer))
-        assert rig.pipeline.job("c") is None
+        assert rig.pipeline.live.get("c") is None
 
 
 class BadHooks(Scripted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 import msgspec
@@ -120,6 +121,31 @@ async def test_slow_listener_is_told_what_it_missed(node):
             got = [await events.next() for _ in range(3)]
             assert [kind for kind, _ in got] == ["job_moved", "job_moved", "dropped"]
             assert got[2][1] == {"count": 3}
+
+
+async def test_who_asks_for_it_gets_warnings_of_the_log_of_any_thread_and_recent_ones(node):
+    logger = logging.getLogger("prorl_trio.tests")
+    async with open_rest(node, event_heartbeat_interval_s=60) as rest:
+        logger.warning("before %s", "\ud800")
+        async with (
+            await trio.open_tcp_stream(rest.host, rest.port) as stream,
+            await trio.open_tcp_stream(rest.host, rest.port) as quiet,
+        ):
+            await trio.testing.wait_all_tasks_blocked()
+            events = EventReader(stream, await rest.send(stream, "GET", "/v1/events?logs=true"))
+            others = EventReader(quiet, await rest.send(quiet, "GET", "/v1/events"))
+            assert [await events.next(), await others.next()] == [("comment", "connected")] * 2
+            logger.info("not this")
+            await trio.to_thread.run_sync(logger.error, "from a thread: %s", "x" * 5000)
+            got = [await events.next() for _ in range(2)]
+            await rest.call("POST", "/v1/rollouts", body("j"))
+            assert [(await reader.next())[0] for reader in (events, others)] == ["job_moved"] * 2
+    assert [(kind, facts["level"], facts["logger"]) for kind, facts in got] == [
+        ("log", "WARNING", "prorl_trio.tests"),
+        ("log", "ERROR", "prorl_trio.tests"),
+    ]
+    assert got[0][1]["message"].startswith("before ")
+    assert len(got[1][1]["message"]) == 1000
 
 
 async def test_event_streams_are_limited_and_given_back(node):

@@ -17,10 +17,14 @@ import trio
 
 from prorl_trio.chat.families.call_values import Malformed, decode_json, read_call
 from prorl_trio.config import SearchConfig
+from prorl_trio.http.connection import Response
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import ProcessProvider
 from prorl_trio.search.backend import Document
 from prorl_trio.search.service import Search
+from prorl_trio.tasks.handlers.nemo_gym.handler import GymTool
+from prorl_trio.tasks.handlers.nemo_gym.payload import FunctionTool
+from prorl_trio.tasks.handlers.nemo_gym.server import GymSession
 from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.tools import SearchTool, Tool, ToolSet
 from prorl_trio.types.models import ToolCall
@@ -63,6 +67,14 @@ class Library:
         await trio.lowlevel.checkpoint()
 
 
+class Echo(GymSession):
+    """A resources server's session that gets what a real one would be sent."""
+
+    async def post(self, path, body, *, timeout_s):
+        await trio.lowlevel.checkpoint()
+        return Response(200, {}, msgspec.json.encode(body))
+
+
 def _subclasses(kind):
     return {kind, *(each for child in kind.__subclasses__() for each in _subclasses(child))}
 
@@ -71,10 +83,19 @@ def _tools():
     """Every kind of tool there is in the project, once by name."""
     assert HandlerRegistry.from_entry_points().names  # their modules are imported by now
     search = Search(Library(), SearchConfig(max_calls_per_rollout=100_000))
-    made = {SearchTool: lambda: SearchTool(search, nullcontext)}
+    declared = FunctionTool(
+        name="add", parameters={"properties": {"count": {"type": "integer"}}, "required": ["count"]}
+    )
+    made = {
+        SearchTool: lambda: SearchTool(search, nullcontext),
+        GymTool: lambda: GymTool(declared, Echo("gym", "http://127.0.0.1:1", 1), nullcontext),
+    }
     kinds = {kind for kind in _subclasses(Tool) - {Tool} if kind.__module__.startswith("prorl_trio.")}
-    assert {"bash", "ipython", "str_replace_editor", "search", "think", "finish"} <= {kind.name for kind in kinds}
-    return [made.get(kind, kind)() for kind in sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__name__}")]
+    tools = [made.get(kind, kind)() for kind in sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__name__}")]
+    assert {"bash", "ipython", "str_replace_editor", "search", "think", "finish", "add"} <= {
+        tool.name for tool in tools
+    }
+    return tools
 
 
 def _valid(tool, folder):

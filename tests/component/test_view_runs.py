@@ -68,6 +68,29 @@ async def ask(service, name, **query):
 # ---------------------------------------------------------------- the index
 
 
+def test_outcomes_with_one_id_are_all_there_under_names_of_their_own(tmp_path):
+    writer = Writer(tmp_path / "model")
+    same = [writer.rollout("a", "g", reward) for reward in (0.25, 0.5, 0.75)]
+    with closing(OutcomeIndex(write_run(tmp_path / "run", same) / "trajectories.msgpack")) as index:
+        assert [row.job_id for row in index.rows] == ["a", "a (2)", "a (3)"]
+        assert [index.read(row.job_id).reward for row in index.rows] == [0.25, 0.5, 0.75]
+
+
+async def test_an_outcome_that_contradicts_itself_is_said_to_do_so(tmp_path):
+    writer = Writer(tmp_path / "model")
+    outcome = writer.rollout("a", "g", 1.0)
+    (first, *others) = outcome.trajectory.turns
+    turns = [msgspec.structs.replace(first, segment=99), *others]
+    damaged = msgspec.structs.replace(outcome, trajectory=msgspec.structs.replace(outcome.trajectory, turns=turns))
+    write_run(tmp_path / "runs" / "run", [damaged])
+    async with runs_view(tmp_path / "runs") as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        service = RestService((host, int(port)), None, trio.CancelScope())
+        answer = await service.call("GET", "/v1/runs/rollout?run=run&job=a")
+    assert answer.status == 422
+    assert "contradicts itself" in answer.body.decode()
+
+
 def test_the_index_grows_with_the_file_and_leaves_out_what_is_cut_off(tmp_path):
     writer = Writer(tmp_path / "model")
     path = write_run(tmp_path / "run", [writer.rollout("a", "g", 1.0)]) / "trajectories.msgpack"

@@ -50,7 +50,7 @@ async def test_a_handler_that_does_not_answer_its_cancel_is_named_once(rig):
     try:
         with trio.fail_after(30):
             async with rig.open_pipeline(), trio.open_nursery() as nursery:
-                nursery.start_soon(watch_jobs, rig.pipeline.jobs, 0.05)
+                nursery.start_soon(watch_jobs, rig.pipeline.live, 0.05)
                 handler = Shields()
                 job = Job(rig.spec(), handler, rig.resources, rig.observer)
                 rig.pipeline.submit(job)
@@ -81,7 +81,7 @@ async def test_a_job_that_is_well_is_freed_when_it_ends_and_not_at_the_next_look
     live = [Well() for _ in range(3)]
     gone = [weakref.ref(job) for job in live]
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch_jobs, lambda: live, 5)
+        nursery.start_soon(watch_jobs, live, 5)
         await trio.sleep(7)
         live.clear()
         assert [ref() for ref in gone] == [None] * 3

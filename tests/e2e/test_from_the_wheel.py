@@ -49,6 +49,8 @@ def installed(tmp_path_factory):
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # whose own .pth files are not read
     work = folder / "work"
     work.mkdir()
+    (work / "my_env.py").write_text(MODULE)
+    (work / "tasks.jsonl").write_text('{"instance_id": "t", "handler": "support", "payload": {"request": "help"}}')
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
     def run(program, *arguments):
@@ -71,10 +73,6 @@ def test_the_packages_are_those_of_the_wheel_and_the_environments_those_of_a_che
 def test_an_example_and_a_handler_of_ones_own_run(installed):
     installed("prorl-trio", "examples", "copy", "mine")
     assert installed("python", "mine/examples/handler.py", "bubblewrap").startswith("add-0 completed, reward 1.0")
-    (installed.work / "my_env.py").write_text(MODULE)
-    (installed.work / "tasks.jsonl").write_text(
-        '{"instance_id": "t", "handler": "support", "payload": {"request": "help"}}'
-    )
     shown = installed("prorl-trio", "run", "my_env:SupportHandler", "--task", "tasks.jsonl")
     assert shown.splitlines()[-1] == "t: completed, reward 1.0"
 

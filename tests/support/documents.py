@@ -168,6 +168,8 @@ def _section(table: type[msgspec.Struct], path: str) -> str:
         place = f"{path}.{field.name}" if path else field.name
         if isinstance(field.type, types.StructType):
             below.append((field.type.cls, place))
+        elif isinstance(field.type, types.DictType) and isinstance(field.type.value_type, types.StructType):
+            below.append((field.type.value_type.cls, f"{place}.NAME"))
         elif field.name not in meanings:
             raise LookupError(f"{table.__name__} does not describe {field.name}")
         else:

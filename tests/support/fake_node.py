@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ import trio
 from prorl_trio.agent.external import ExternalAgents
 from prorl_trio.inference.engines.protocol import EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.pipeline.live import LiveJobs
 from prorl_trio.pipeline.observer import JobView
 from prorl_trio.sessions.node_api import Room
 from prorl_trio.types.errors import AdmissionRejected, BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.pipeline.job import JobSink
+    from prorl_trio.pipeline.live import JobFilter
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.types.backends import AnswerT, NodeRequest
     from prorl_trio.types.models import Status, ToolSchema
@@ -218,11 +221,13 @@ class FakeNode:
         """See `NodeApi`."""
         return {"node_id": self.node_id, "live": len(self.live), "backends": self.backends.statistics()}
 
-    def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
+    def find_jobs(self, wanted: JobFilter, limit: int) -> tuple[int, list[JobView]]:
         """See `NodeApi`."""
-        views = [self._view(job_id) for job_id in self.live]
-        found = [view for view in views if matches(self.live[view.job_id], view.session_id, view.status)]
-        return len(found), found[:limit]
+        found: LiveJobs[Any] = LiveJobs()
+        for job_id, spec in self.live.items():
+            found.add(SimpleNamespace(spec=spec, **msgspec.structs.asdict(self._view(job_id))))
+        total, jobs = found.find(wanted, limit)
+        return total, [self._view(job.spec.job_id) for job in jobs]
 
     def find_job(self, job_id: str) -> JobView | None:
         """See `NodeApi`."""

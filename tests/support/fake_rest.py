@@ -189,7 +189,8 @@ async def open_rest(
                 more=configured_endpoints(node_config),
             )
             address = await nursery.start(serve)
-            yield RestService(address, table, nursery.cancel_scope, trust, door)
+            with feed.logs():
+                yield RestService(address, table, nursery.cancel_scope, trust, door)
             nursery.cancel_scope.cancel("the test is over")
     finally:
         node.observers.remove(feed)

@@ -31,7 +31,9 @@ __all__ = [
     "serves",
 ]
 
-LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu", "uv", "verl-cpu", "verl-gpu"]
+LockName = Literal[
+    "dev", "engine-cpu", "engine-gpu", "model", "nemo-gym", "train-cpu", "train-gpu", "uv", "verl-cpu", "verl-gpu"
+]
 
 WHEELS_ONLY = ("--only-binary", ":all:")
 """Nothing is compiled: if a wheel is missing for this machine, pip fails immediately."""

@@ -83,15 +83,16 @@ def _makers(uv: Path, checkout: Path) -> dict[str, tuple[Path, Callable[[], str]
         needs = environments.TORCH_NEEDS if environment.torch_cpu else ()
         wanted = environment.wanted(checkout)
         newest = environment.newest_python or PYTHONS[-1]
-        make = partial(_resolve, uv, environment.lock, wanted, needs, environment.unlocked, newest)
+        oldest = environment.oldest_python
+        make = partial(_resolve, uv, environment.lock, wanted, needs, environment.unlocked, newest, oldest)
         makers[environment.lock] = (lock_path(environment.lock), make)
     for agent in _agents(checkout):
         path = agent_lock(agent["name"], agent["index"])
-        oldest = tuple(agent["python"])
+        oldest_of_agent = tuple(agent["python"])
         make = (
             partial(_resolve_npm, agent["manifest"])
             if agent["index"] == "npm"
-            else partial(_resolve, uv, agent["name"], agent["packages"], oldest=oldest)
+            else partial(_resolve, uv, agent["name"], agent["packages"], oldest=oldest_of_agent)
         )
         makers[f"agents/{agent['name']}"] = (path, make)
     return makers
@@ -147,6 +148,7 @@ def _resolve(
         shown = {name: json.dumps(value) for name, value in fields.items()}
         project.write_text(_PROJECT.format(oldest=_dotted(oldest), **shown))
         argv = [str(uv), "pip", "compile", "--quiet", "--universal", "--only-binary", ":all:"]
+        argv += ["--python-version", _dotted(oldest)]
         argv += ["--format", "pylock.toml", "--output-file", str(answer), str(project)]
         if name == "model":  # only the package's data is used
             argv.append("--no-deps")

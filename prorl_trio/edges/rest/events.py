@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.portable_text import portable_text
 from prorl_trio.edges.responses import Response
 from prorl_trio.types.errors import AdmissionRejected
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from prorl_trio.edges.responses import Receive, Scope, Send
     from prorl_trio.edges.rest.schema import EventsQuery
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Outcome, Status, Turn
 
 MAX_DETAIL_CHARS: Final = 1000
+RECENT_LOGS: Final = 50
+"""Number of past warnings that a new listener gets."""
 RETRY_AFTER_S: Final = 5.0
 
 
@@ -29,6 +34,7 @@ class Subscription:
     """A bounded queue of events for one listener."""
 
     def __init__(self, query: EventsQuery, max_events: int) -> None:
+        self.wants_logs = query.logs
         self._query = query
         self._max_events = max_events
         self._events: deque[bytes] = deque()
@@ -71,6 +77,7 @@ class EventFeed:
         self._max_streams = max_streams
         self._max_events = max_events
         self._subscriptions: list[Subscription] = []
+        self._recent: deque[bytes] = deque(maxlen=RECENT_LOGS)
 
     def subscribe(self, query: EventsQuery) -> Subscription:
         """Add a listener and return its subscription. Call `unsubscribe` at its end.
@@ -84,10 +91,30 @@ class EventFeed:
             )
         subscription = Subscription(query, self._max_events)
         self._subscriptions.append(subscription)
+        for event in self._recent if query.logs else ():
+            subscription.put(event)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
         self._subscriptions.remove(subscription)
+
+    @contextmanager
+    def logs(self) -> Iterator[None]:
+        """Publish warnings of this process's log during the block, from any thread."""
+        handler = _Passing(self.logged, trio.lowlevel.current_trio_token())
+        logging.getLogger().addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger().removeHandler(handler)
+
+    def logged(self, facts: dict[str, object]) -> None:
+        """Publish a line of the log, and keep it for later listeners."""
+        event = _event("log", facts)
+        self._recent.append(event)
+        for subscription in self._subscriptions:
+            if subscription.wants_logs:
+                subscription.put(event)
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
         """Publish a job's new stage. See `Observer`."""
@@ -121,6 +148,24 @@ class EventFeed:
             event = _event(kind, {**who, **facts})
             for subscription in listeners:
                 subscription.put(event)
+
+
+class _Passing(logging.Handler):
+    """A handler that passes warnings to a function in the loop."""
+
+    def __init__(self, take: Callable[[dict[str, object]], None], loop: trio.lowlevel.TrioToken) -> None:
+        super().__init__(logging.WARNING)
+        self._take = take
+        self._loop = loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = portable_text(record.getMessage()[:MAX_DETAIL_CHARS])
+        except Exception:  # its arguments do not fit its text, which logging itself reports elsewhere
+            return
+        facts = {"time_s": record.created, "level": record.levelname, "logger": record.name, "message": message}
+        with suppress(trio.RunFinishedError):
+            self._loop.run_sync_soon(self._take, facts)
 
 
 class EventStream(Response):

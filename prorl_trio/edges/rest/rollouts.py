@@ -25,6 +25,7 @@ from prorl_trio.edges.rest.schema import (
     SubmitReply,
     SubmittedJob,
 )
+from prorl_trio.pipeline.live import JobFilter
 from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.sessions.submission import submit_all
@@ -162,18 +163,9 @@ def _summary(jobs: list[SubmittedJob]) -> tuple[int, ErrorDetail | None]:
 async def list_jobs(call: Call) -> Reply:
     """Answer with the live jobs that match the filter."""
     query: JobsQuery = call.query
-    tags = _tags(query.tag).items()
-
-    def matches(spec: JobSpec, session_id: str, status: Status) -> bool:
-        return (
-            query.status in (None, status)
-            and query.group in (None, spec.group_id)
-            and query.session in (None, session_id)
-            and tags <= spec.tags.items()
-        )
-
+    wanted = JobFilter(status=query.status, session_id=query.session, group_id=query.group, tags=_tags(query.tag))
     await trio.lowlevel.checkpoint()
-    total, jobs = call.api.node.find_jobs(matches, query.limit)
+    total, jobs = call.api.node.find_jobs(wanted, query.limit)
     return Reply(body=JobsReply(total=total, jobs=jobs))
 
 

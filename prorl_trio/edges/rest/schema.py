@@ -182,10 +182,11 @@ class ResultsReply(_Body, frozen=True):
 
 
 class EventsQuery(_Query, frozen=True):
-    """A filter for events: only jobs of this session and of this group."""
+    """A filter for events: only jobs of this session and of this group. `logs`: also warnings of the node's log."""
 
     session: str | None = None
     group: str | None = None
+    logs: bool = False
 
 
 class Health(_Body, frozen=True):

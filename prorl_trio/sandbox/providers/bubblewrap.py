@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import trio
@@ -134,6 +135,7 @@ class BubblewrapProvider(SandboxProvider):
         self._executable = executable or find_bubblewrap()
         self._forks_wanted = trio.Event()
         self._fork_server_changed = trio.Event()
+        self._plans: dict[tuple[Path, int], Launch] = {}  # of the image `host`
         self._fork_servers: list[ForkServer] = []  # one for each `open_shared`
 
     @classmethod
@@ -180,7 +182,7 @@ class BubblewrapProvider(SandboxProvider):
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
         if _is_forkable(spec):
             self.want_forks()
-        return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: self._plan(spec, run_dir, folder))
+        return open_daemon_sandbox(spec, self._runtime_dir, partial(self._plan, spec))
 
     @property
     def fork_server(self) -> ForkServer | None:
@@ -234,6 +236,16 @@ class BubblewrapProvider(SandboxProvider):
         )
 
     def _plan(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
+        server = self.fork_server if _is_forkable(spec) else None
+        if server is None:
+            return self._plan_alone(spec, run_dir, folder)
+        # Of the plan of a fork, only the command that may replace it depends on anything but the server's root.
+        key = (run_dir.root, spec.limits.disk_bytes)
+        if key not in self._plans:
+            self._plans = {key: self._plan_alone(spec, run_dir, folder)}
+        return self._plans[key]._replace(fork_server=server)
+
+    def _plan_alone(self, spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
         if self._executable is None:
             raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
         found = folder.held.enter_context(open_root(spec.image, spec.layers, directories=True))
@@ -264,8 +276,7 @@ class BubblewrapProvider(SandboxProvider):
         command = runtime.daemon_argv()
         if inherit_env := any(os.path.isdir(f"{folder}/{_IMAGE_ENV_DIR}") for folder in folders):
             command = ("/bin/sh", "-c", _WITH_IMAGE_ENV, "sh", *command)
-        server = self.fork_server if _is_forkable(spec) else None
-        return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env, fork_server=server)
+        return Launch((*argv, *command), {}, tool_env, HOME, inherit_env=inherit_env)
 
     def _overlay(self, folders: Sequence[str]) -> tuple[str, ...]:
         """Return the options that make `folders`, lowest first, the root, with discarded writes."""

@@ -117,6 +117,7 @@ async def open_daemon_sandbox(
             if forked and launch.fork_server is not None:
                 launch.fork_server.doubt()
             raise
+        stack.callback(tree.kill_init)
         next_breach = None if cgroup is None else cgroup.next_breach
         ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
         silence = Silence(tree.find_daemon)

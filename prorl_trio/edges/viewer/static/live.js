@@ -21,7 +21,7 @@ export async function livePage(main, _route, signal) {
   fill(main, Object.values(parts));
   const causes = new Map();
   const events = h("ol", { class: "log", tabindex: 0, "aria-label": "Events" });
-  fill(parts.events, h("h2", {}, "Events"), events);
+  fill(parts.events, h("h2", {}, "Events and warnings"), events);
   const note = (text, bad = false) => {
     events.prepend(h("li", { class: bad ? "bad" : "" }, h("time", {}, new Date().toLocaleTimeString()), ` ${text}`));
     while (events.childElementCount > SHOWN_EVENTS) events.lastChild.remove();
@@ -101,7 +101,7 @@ async function watch(signal, note, ended) {
   let first = true;
   while (!signal.aborted) {
     try {
-      const answer = await request("v1/events", {}, { signal });
+      const answer = await request("v1/events", { logs: true }, { signal });
       if (!answer.ok) throw new Error(`status ${answer.status}`);
       if (!first) note("gap: the stream was interrupted, and events of that time are missing", true);
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -125,6 +125,7 @@ function tell(block, note, ended) {
   if (!kind) return;
   const facts = JSON.parse(data);
   if (kind === "dropped") note(`gap: ${facts.count} events did not fit the buffer`, true);
+  else if (kind === "log") note(`${facts.level} ${facts.logger}: ${facts.message}`, true);
   else if (kind === "job_ended") {
     ended(facts);
     note(
