@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 project = PROJECT["name"]
 release = version = PROJECT["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-include_patterns = ["docs/site/*.md", "docs/*.md", "ipc/PROTOCOL.md", *(path.name for path in ROOT.glob("*.md"))]
+include_patterns = ["docs/site/*.md", "docs/*.md", "docs/trainers/*.md", "ipc/PROTOCOL.md", *(path.name for path in ROOT.glob("*.md"))]
 root_doc = "docs/site/index"
 html_theme = "furo"
 html_title = f"{project} {release}"

@@ -327,6 +327,7 @@ class BlockingPolicyUpdate:
         self._client._call(self._update.load_staged, staged)
 
     load_adapter = _blocking_step(PolicyUpdate.load_adapter)
+    load_checkpoint = _blocking_step(PolicyUpdate.load_checkpoint)
 
     @contextmanager
     def transfer(self) -> Iterator[None]:

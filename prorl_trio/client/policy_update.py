@@ -52,6 +52,7 @@ NO_ADAPTERS: Final = (
     "it takes no LoRA adapters: start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (SGLang with "
     "--enable-lora), or load whole weights"
 )
+NO_CHECKPOINTS: Final = "it has no checkpoints of its own: only a Tinker server does (backends.engine)"
 SAYS_NOTHING: Final = (
     "it does not say which weights it has: start vLLM with VLLM_SERVER_DEV_MODE=1, or move them without transfer()"
 )
@@ -247,6 +248,19 @@ class PolicyUpdate:
         path = await check_adapter_weights(folder, self._backends, base, check)
         name = f"{name}-v{self._version}"
         await self._step(LoadAdapter(name, str(path), self._timeout_s, self._holder), NO_ADAPTERS)
+
+    async def load_checkpoint(self, path: str) -> None:
+        """Have every engine sample from a checkpoint in the server's own store, such as `tinker://RUN/sampler_weights/7`.
+
+        Only Tinker servers have such checkpoints. Completions in flight keep the former one, and are recorded under its
+        version, so that the mode `keep` is exact.
+
+        Raises:
+            PolicyUpdateFailed: an engine has no such checkpoint, or is not a Tinker server.
+        """
+        self._written = None
+        self._replaced = True
+        await self._step(LoadWeights(path, self._timeout_s, self._holder), NO_CHECKPOINTS)
 
     @asynccontextmanager
     async def transfer(self) -> AsyncIterator[None]:

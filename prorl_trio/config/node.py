@@ -295,6 +295,33 @@ class FleetConfig(Table, frozen=True):
             )
 
 
+def read_key(table: str, file: str, variable: str, environ: Mapping[str, str]) -> str:
+    """Return the key in a file or an environment variable, which `table` names; empty if neither is named.
+
+    Blocks on the disk.
+
+    Raises:
+        ConfigError: the file or the variable does not exist, or has no key. The message does not contain its content.
+    """
+    if variable:
+        key, where = environ.get(variable, "").strip(), f"{table}.api_key_env: ${variable}"
+    elif file:
+        where = f"{table}.api_key_file: {file}"
+        try:
+            key = read_regular(file, MAX_KEY_BYTES).decode().strip()
+        except OSError as exc:
+            raise ConfigError(f"{where} cannot be read: {exc.strerror}") from exc
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where} is no text") from None
+    else:
+        return ""
+    if not key:
+        raise ConfigError(f"{where} is empty: put the key there")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where} holds no key: a key is one line of printable ASCII without spaces")
+    return key
+
+
 class HealthConfig(Table, frozen=True):
     """A circuit breaker: a failing backend gets no rollouts, and its rollouts move, until probes succeed.
 
@@ -356,6 +383,32 @@ class LoadConfig(Table, frozen=True):
             raise ValueError(f"decrease_factor must be above 0 and below 1, got {self.decrease_factor}")
 
 
+class TinkerConfig(Table, frozen=True):
+    """Servers of the Tinker API (`engine = "tinker"`). See `docs/tinker.md`.
+
+    Attributes:
+        model: the base model, by the server's name for it. Empty: the only one that the server offers.
+        weights: checkpoint to sample from at first: `tinker://RUN/sampler_weights/NAME`. Empty: the base model.
+        api_key_file: file with the API key. Only its owner should be able to read it.
+        api_key_env: environment variable with the key, instead of a file.
+    """
+
+    model: str = ""
+    weights: str = ""
+    api_key_file: str = ""
+    api_key_env: str = ""
+
+    def __post_init__(self) -> None:
+        if self.weights and not self.weights.startswith("tinker://"):
+            raise ValueError(f"weights: {self.weights!r} is not a path of the form tinker://RUN/sampler_weights/NAME")
+        if self.api_key_file and self.api_key_env:
+            raise ValueError("give api_key_file or api_key_env, not both")
+
+    def read_api_key(self, environ: Mapping[str, str] = os.environ) -> str:
+        """Return the API key, empty if none is configured. See `read_key`."""
+        return read_key("backends.tinker", self.api_key_file, self.api_key_env, environ)
+
+
 class BackendConfig(Table, frozen=True):
     """LLM backends known at startup. More may be added to a running node.
 
@@ -365,11 +418,11 @@ class BackendConfig(Table, frozen=True):
             address, a network such as `10.0.0.0/8` (`[fd00::/8]`), or `*`. A network matches no names. Empty: trainers
             with the token may add any; ProRL endpoints only `urls` and loopback addresses.
         weights: shares of the rollouts by URL. A backend of weight 2 gets twice the default share, which is 1.
-        engine: kind of the servers: `vllm`, `sglang` (tested with an imitation only), `prorl` (a trainer's own: `POST
-            /generate` with `prompt_ids`), a kind of an installed package (entry-point group `prorl_trio.engines`), or
-            `auto`, which detects it.
-        max_model_len: context length of engines that do not report it (`prorl`). 0: `max_position_embeddings` of the
-            model's config.json.
+        engine: kind of the servers: `vllm`, `sglang` (tested with an imitation only), `tinker`, `prorl` (a trainer's
+            own: `POST /generate` with `prompt_ids`), a kind of an installed package (entry-point group
+            `prorl_trio.engines`), or `auto`, which detects it.
+        max_model_len: context length of engines that do not report it (`prorl`, some of `tinker`). 0:
+            `max_position_embeddings` of the model's config.json.
         stream: stream all completions, so that an interrupted completion loses no token. Each token then costs node and
             engine ten times the CPU time.
         slice_tokens: tokens of the first slice of a completion. Each further slice is as long as all previous slices
@@ -385,6 +438,7 @@ class BackendConfig(Table, frozen=True):
         lease_timeout_s: longest wait of a rollout for a backend with room. It is charged to no budget.
         health: when a failing backend gets no rollouts.
         load: when a loaded backend gets no rollouts.
+        tinker: model and API key of Tinker servers.
     """
 
     urls: list[str] = msgspec.field(default_factory=list)
@@ -402,6 +456,7 @@ class BackendConfig(Table, frozen=True):
     lease_timeout_s: SecondsOrZero = 900.0
     health: HealthConfig = HealthConfig()
     load: LoadConfig = LoadConfig()
+    tinker: TinkerConfig = TinkerConfig()
 
     def __post_init__(self) -> None:
         for url, weight in self.weights.items():
@@ -624,28 +679,8 @@ class SearchConfig(Table, frozen=True):
             raise ValueError("the backend tavily needs api_key_file or api_key_env")
 
     def read_api_key(self, environ: Mapping[str, str] = os.environ) -> str:
-        """Return the endpoint's key, empty if none is configured. Blocks on the disk.
-
-        Raises:
-            ConfigError: the file or the variable is not there, or has no key. The message does not have what it has.
-        """
-        if self.api_key_env:
-            key, where = environ.get(self.api_key_env, "").strip(), f"search.api_key_env: ${self.api_key_env}"
-        elif self.api_key_file:
-            where = f"search.api_key_file: {self.api_key_file}"
-            try:
-                key = read_regular(self.api_key_file, MAX_KEY_BYTES).decode().strip()
-            except OSError as exc:
-                raise ConfigError(f"{where} cannot be read: {exc.strerror}") from exc
-            except UnicodeDecodeError:
-                raise ConfigError(f"{where} is no text") from None
-        else:
-            return ""
-        if not key:
-            raise ConfigError(f"{where} is empty: put the key there")
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(f"{where} holds no key: a key is one line of printable ASCII without spaces")
-        return key
+        """Return the endpoint's key, empty if none is configured. See `read_key`."""
+        return read_key("search", self.api_key_file, self.api_key_env, environ)
 
 
 class NemoGymConfig(Table, frozen=True):

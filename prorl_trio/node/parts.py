@@ -13,6 +13,8 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.client import split_origin
 from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
+from prorl_trio.inference.engines.tinker import NAME as TINKER
+from prorl_trio.inference.engines.tinker import TinkerAccess, split_path
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.locate import locate_root
@@ -44,14 +46,17 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
     `on_call` is called for every call of a backend. `max_positions` is the model's longest context in tokens, 0 if
     unknown. A URL that `config` does not allow is not contacted: the function raises BackendError.
 
+    Blocks on the disk, if there is a file with an API key.
+
     Raises:
-        ConfigError: the kind of engine is unknown, or a configured URL is not valid, or occurs twice.
+        ConfigError: the kind of engine is unknown; or a configured URL is not valid, or occurs twice; or an API key
+            cannot be read.
     """
     known = set[str]()
     for url in config.urls:
         origin = url.rstrip("/")
         try:
-            split_origin(origin)
+            split_origin(split_path(origin)[0] if config.engine == TINKER else origin)
         except ValueError as exc:
             raise ConfigError(f"backends.urls: {exc}") from exc
         if origin in known:
@@ -63,6 +68,9 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
         context_tokens=config.max_model_len or max_positions,
         max_connections=config.max_connections_per_backend,
         on_call=on_call,
+        tinker=TinkerAccess(
+            model=config.tinker.model, weights=config.tinker.weights, api_key=config.tinker.read_api_key()
+        ),
     )
 
     async def find_allowed(url: str, timeout_s: float) -> EngineClient:

@@ -71,6 +71,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
         max_answer_tokens: enough for that answer.
         streams: the client can stream.
         weights_folder: a folder from which it can reload its current weights; None: it cannot load weights.
+        pauses: it is paused while it loads weights. False: it loads them beside running completions.
         adapter_folder: a folder with a LoRA adapter for it; None: it does not support adapters.
         tokenizer_file: the `tokenizer.json` of its model; None: it is not available for comparison.
     """
@@ -84,6 +85,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_tokens: int = 256
     streams: bool = True
     weights_folder: str | None = None
+    pauses: bool = True
     adapter_folder: str | None = None
     tokenizer_file: str | None = None
 
@@ -268,7 +270,7 @@ class EngineContract:
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             before = await _generate(engine, GREEDY, max_tokens=4)
             if engine.weights_folder is not None:
-                assert await engine.client.pause("wait", timeout_s=CALL_TIMEOUT_S)
+                assert await engine.client.pause("wait", timeout_s=CALL_TIMEOUT_S) == engine.pauses
             folder = engine.weights_folder or "/no/such/folder"
             loaded = await engine.client.load_weights(folder, timeout_s=CALL_TIMEOUT_S)
             assert loaded == (engine.weights_folder is not None)

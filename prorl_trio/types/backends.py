@@ -204,6 +204,8 @@ class RenewUpdate(NodeRequest[UpdateReport], frozen=True):
 class LoadWeights(NodeRequest[UpdateReport], frozen=True):
     """Have the engines of a paused pool load the weights in `folder`, a path as the engines see it.
 
+    For Tinker servers it is the path of a checkpoint: `tinker://RUN/sampler_weights/NAME`.
+
     They are on trial: a resume with a version keeps them, and a resume without one restores the former weights. The
     report names engines that failed to load. `timeout_s` applies to each engine. After a cancel, an engine may have
     either weights.

@@ -21,13 +21,15 @@ from prorl_trio.inference.engines.vllm import VllmClient  # noqa: E402
 from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  # noqa: E402
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
 from prorl_trio.testing.fake_sglang import open_fake_sglang  # noqa: E402
+from prorl_trio.testing.fake_tinker import open_fake_tinker  # noqa: E402
 from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine  # noqa: E402
 from prorl_trio.testing.tiny_model import make_tiny_model  # noqa: E402
 
 POLL_S = 0.05
+CHECKPOINT = "tinker://run/sampler_weights/1"
 
 
-def of_fake(fake, client, *, streams=True, weights_folder=None, adapter_folder=None):
+def of_fake(fake, client, *, streams=True, weights_folder=None, pauses=True, adapter_folder=None):
     """The facts of a fake engine that the contract needs."""
 
     async def count_finished() -> int:
@@ -42,6 +44,7 @@ def of_fake(fake, client, *, streams=True, weights_folder=None, adapter_folder=N
         count_finished=count_finished,
         streams=streams,
         weights_folder=weights_folder,
+        pauses=pauses,
         adapter_folder=adapter_folder,
         tokenizer_file=fake.config.tokenizer_file or None,
     )
@@ -87,6 +90,17 @@ class TestFakeTrainerEngine(EngineContract):
         async with open_fake_trainer_engine(config=FakeEngineConfig(per_token_s=0.002)) as fake:
             client = await EngineRegistry().finder("auto", context_tokens=fake.config.max_model_len)(fake.url, 5)
             yield of_fake(fake, client, streams=False)
+            await client.aclose()
+
+
+@pytest.mark.parametrize("speaks_proto", [True, False], ids=["protobuf", "json"])
+class TestFakeTinker(EngineContract):
+    @pytest.fixture
+    async def engine(self, speaks_proto):
+        async with open_fake_tinker(config=FakeEngineConfig(per_token_s=0.002)) as fake:
+            fake.checkpoints, fake.speaks_proto, fake.poll_s = {CHECKPOINT}, speaks_proto, 0.5
+            client = await EngineRegistry().finder("auto")(fake.url, 5)
+            yield of_fake(fake, client, streams=False, weights_folder=CHECKPOINT, pauses=False)
             await client.aclose()
 
 

@@ -41,7 +41,7 @@ def install(tmp_path, monkeypatch):
 
 async def test_an_engine_of_an_installed_package_is_used_by_its_name(install):
     install(own="own_engines:OwnEngine")
-    assert EngineRegistry.from_entry_points().names == ["auto", "prorl", "sglang", "vllm", "own"]
+    assert EngineRegistry.from_entry_points().names == ["auto", "prorl", "sglang", "tinker", "vllm", "own"]
     find = engine_finder(BackendConfig(engine="own", max_connections_per_backend=3), None)
     client = await find("http://127.0.0.1:1", 1)
     assert type(client).__name__ == "OwnEngine"
@@ -95,7 +95,7 @@ async def test_auto_gives_up_on_a_server_that_does_not_answer():
 def test_an_unknown_kind_is_refused_with_what_there_is(install):
     install(own="own_engines:OwnEngine")
     with pytest.raises(
-        ConfigError, match=r"no engine is called 'other'; this node has: auto, prorl, sglang, vllm, own"
+        ConfigError, match=r"no engine is called 'other'; this node has: auto, prorl, sglang, tinker, vllm, own"
     ):
         engine_finder(BackendConfig(engine="other"), None)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import count
 from random import Random
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, TypedDict, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -62,6 +63,16 @@ OnCall = Callable[[str, str, float], None]
 raise."""
 
 
+class ClientOptions(TypedDict, total=False):
+    """Keyword arguments of a client's constructor: see `HttpEngineClient`."""
+
+    max_connections: int
+    context_tokens: int
+    retry: RetryPolicy | None
+    random: Random | None
+    on_call: OnCall | None
+
+
 class ControlCall(NamedTuple):
     """A POST that controls the engine. `body`, if any, is sent as JSON."""
 
@@ -83,12 +94,14 @@ class HttpEngineClient(EngineClient):
             then samples a second time.
         pause_calls, resume_call: the calls that pause and resume the engine; empty if it cannot be paused.
         adapter_calls: the paths that load and unload a LoRA adapter; None if adapters are not supported.
+        headers: sent with each completion and each GET, such as credentials.
     """
 
     may_scale_logprobs: ClassVar[bool] = False
     pause_calls: ClassVar[Mapping[PauseMode, ControlCall]] = {}
     resume_call: ClassVar[ControlCall | None] = None
     adapter_calls: ClassVar[tuple[str, str] | None] = None
+    headers: Sequence[tuple[str, str]] = ()
 
     def __init__(
         self,
@@ -296,26 +309,38 @@ class HttpEngineClient(EngineClient):
         return completion
 
     async def _post(
-        self, path: str, body: bytes, wanted: Wanted, on_data: Callable[[bytes], bool] | None = None
+        self,
+        path: str,
+        body: bytes,
+        wanted: Wanted,
+        on_data: Callable[[bytes], bool] | None = None,
+        *,
+        headers: Sequence[tuple[str, str]] = (),
+        returned: Container[int] = (200,),
+        patient: Container[int] = (),
     ) -> Response:
         """Send the request and, unless it is a probe, retry after a delay until a response of status 200 arrives.
 
-        A request is never repeated after the first byte of its response has arrived.
+        A request is never repeated after the first byte of its response has arrived. `returned`: the statuses to
+        return. `patient`: statuses of a healthy but busy server, after which only the time limits the attempts.
         """
         started_s, timeout_s, once = trio.current_time(), wanted.timeout_s, wanted.probing
         max_attempts = 1 if once else self._retry.max_attempts
-        for attempt in range(1, max_attempts + 1):
+        failures = 0
+        for attempt in count(1):
             left_s = max(0.0, started_s + timeout_s - trio.current_time())
             # Job ids come from the submitter and may contain any character; a header may not.
             header = quote(f"{wanted.request_id}.{attempt}", safe="/:+@ ")[-MAX_REQUEST_ID_CHARS:]
-            headers = [JSON_CONTENT, ("X-Request-Id", header)]
+            sent = [JSON_CONTENT, ("X-Request-Id", header), *self.headers, *headers]
+            failures += 1
             try:
                 response = await self._http.request(
-                    "POST", path, body=body, headers=headers, timeout_s=left_s, on_data=on_data
+                    "POST", path, body=body, headers=sent, timeout_s=left_s, on_data=on_data
                 )
-                if response.status == 200:
+                if response.status in returned:
                     return response
-                if once or response.status not in RETRYABLE_STATUSES:
+                failures -= response.status in patient
+                if (once and response.status not in patient) or response.status not in RETRYABLE_STATUSES:
                     self._refused("POST", path, response, wanted.prompt.tokens)
                 failure = f"status {response.status}: {error_message(response.body)}"
             except (ConnectFailed, ConnectionLost) as exc:
@@ -324,8 +349,8 @@ class HttpEngineClient(EngineClient):
                 failure = str(exc)
             except HttpError as exc:
                 raise self._failed(exc) from exc
-            delay_s = self._retry.delay_s(attempt, self._random)
-            if attempt == max_attempts or trio.current_time() + delay_s >= started_s + timeout_s:
+            delay_s = self._retry.delay_s(min(attempt, self._retry.max_attempts), self._random)
+            if failures == max_attempts or trio.current_time() + delay_s >= started_s + timeout_s:
                 break
             await trio.sleep(delay_s)
         used_s = trio.current_time() - started_s
@@ -339,7 +364,7 @@ class HttpEngineClient(EngineClient):
 
         Not retried.
         """
-        headers = [("X-Request-Id", "prorl-probe")]
+        headers = [("X-Request-Id", "prorl-probe"), *self.headers]
         try:
             response = await self._http.request("GET", path, headers=headers, timeout_s=timeout_s, on_data=on_data)
         except HttpError as exc:

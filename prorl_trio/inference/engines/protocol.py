@@ -75,7 +75,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         label: the engine's own name for those weights at the last contact; `0`: unnamed. Empty: not reported.
         logprob_kind: the distribution that its log-probabilities refer to, determined by sampling with `top_k` 1.
         api: the path used for completions.
-        pausable: the engine can be paused, and accepts a version for its weights.
+        pausable: the engine can be paused, or needs no pause, and accepts a version for its weights.
         prefix_caching: the engine reuses prefixes; None if unreported.
         weights: the source for reloading its weights (see `EngineClient.load_weights`); empty if unreported.
         model_folder: the model that it was started with, a folder as it sees it or a public name; empty if unreported.

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final
 
 import trio
 
 from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, made_by
 from prorl_trio.inference.engines.sglang import SglangClient
+from prorl_trio.inference.engines.tinker import NAME as TINKER
+from prorl_trio.inference.engines.tinker import TinkerClient
 from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.plugins import load_plugins
@@ -27,11 +29,10 @@ from prorl_trio.types.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from random import Random
     from typing import Unpack
 
-    from prorl_trio.http.client import RetryPolicy
-    from prorl_trio.inference.engines.http_engine import OnCall
+    from prorl_trio.inference.engines.http_engine import ClientOptions
+    from prorl_trio.inference.engines.tinker import TinkerAccess
 
 GROUP: Final = "prorl_trio.engines"
 AUTO: Final = "auto"
@@ -39,20 +40,11 @@ AUTO: Final = "auto"
 BUILT_IN: Final[dict[str, Callable[..., EngineClient]]] = {
     "sglang": SglangClient,
     "vllm": VllmClient,
+    TINKER: TinkerClient,
     "prorl": TrainerEngineClient,
 }
 """In the order in which `auto` tries them."""
 CLOSE_GRACE_S: Final = 1.0
-
-
-class ClientOptions(TypedDict, total=False):
-    """Keyword arguments of a client's constructor: see `HttpEngineClient`."""
-
-    max_connections: int
-    context_tokens: int
-    retry: RetryPolicy | None
-    random: Random | None
-    on_call: OnCall | None
 
 
 class EngineRegistry:
@@ -79,8 +71,10 @@ class EngineRegistry:
         """Valid kinds for `backends.engine`, sorted: built-in kinds first, then installed ones."""
         return [AUTO, *sorted(BUILT_IN), *sorted(self._installed)]
 
-    def finder(self, kind: str, **options: Unpack[ClientOptions]) -> ClientFinder:
-        """Return a function that creates clients for engines of this kind.
+    def finder(
+        self, kind: str, *, tinker: TinkerAccess | None = None, **options: Unpack[ClientOptions]
+    ) -> ClientFinder:
+        """Return a function that creates clients for engines of this kind. `tinker` applies to Tinker servers.
 
         For `auto` each server is asked for its kind, installed kinds first. An unrecognised server is treated as vLLM,
         whose probe then reports the missing features.
@@ -88,10 +82,11 @@ class EngineRegistry:
         Raises:
             ConfigError: the kind is unknown; the message lists the known kinds.
         """
+        built_in: dict[str, Callable[..., EngineClient]] = {**BUILT_IN, TINKER: partial(TinkerClient, access=tinker)}
         if kind == AUTO:
-            kinds = [partial(each, **options) for each in (*self._installed.values(), *BUILT_IN.values())]
+            kinds = [partial(each, **options) for each in (*self._installed.values(), *built_in.values())]
             return partial(_find, kinds, partial(VllmClient, **options))
-        known = self._installed.get(kind) or BUILT_IN.get(kind)
+        known = self._installed.get(kind) or built_in.get(kind)
         if known is None:
             raise ConfigError(f"no engine is called {kind!r}; this node has: {', '.join(self.names)}")
         return made_by(partial(known, **options))

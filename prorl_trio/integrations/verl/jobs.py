@@ -71,7 +71,10 @@ class JobTemplate:
             raise ConfigError(f"job.{wrong[0]}: it comes from the row")
         sampling = dict(fields.get("sampling", {}))
         if wrong := [name for name in ("temperature", "top_p", "top_k") if name in sampling]:
-            raise ConfigError(f"job.sampling.{wrong[0]}: verl says that, in actor_rollout_ref.rollout.{wrong[0]}")
+            raise ConfigError(
+                f"job.sampling.{wrong[0]}: the trainer's own configuration says that, verl's in "
+                f"actor_rollout_ref.rollout.{wrong[0]} and SkyRL's in generator.sampling_params.{wrong[0]}"
+            )
         whole = {
             "max_trajectory_tokens": limits.prompt_length + limits.response_length,
             "retry": {"max_attempts": ATTEMPTS},
