@@ -157,14 +157,26 @@ class Machine:
         self.before = self._look()
 
     def notice(self):
-        found = descendants(os.getpid()) - self.own
+        found = self._new()
         self.seen |= found
         return found
+
+    def _new(self):
+        """Processes since the beginning, but for those of a fork server, which may have replaced the first one."""
+        server = getattr(self.host._provider, "fork_server", None)
+        found = descendants(os.getpid()) - self.own
+        if server is None:
+            return found
+        return {
+            process
+            for process in found
+            if process.pid != server.pid and HOLD[-1].encode() not in command_line(process.pid)
+        }
 
     def _look(self):
         gc.collect()
         return {
-            "processes": {process for process in descendants(os.getpid()) - self.own if not _serves_forks(process)},
+            "processes": self._new(),
             "mounts": mounts_below(self.base),
             "folders": len(list(self.base.glob("*/sbx-*"))),  # a new fork server has others
             "descriptors": kinds_of_descriptors(),
@@ -207,12 +219,6 @@ async def measure(host, files, machine):
         files.assert_whole_or_absent()
     machine.assert_nothing_left("after an undisturbed run")
     return took_s
-
-
-def _serves_forks(process):
-    """Whether it is a fork server, or holds the root of one."""
-    line = command_line(process.pid)
-    return b"--fork-server" in line or HOLD[-1].encode() in line
 
 
 def _starters(found):
