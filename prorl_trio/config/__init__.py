@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prorl_trio.config.head import HeadConfig, load_head_config
+from prorl_trio.config.head import HeadConfig, head_tables, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.node import (
     AdmissionConfig,
@@ -50,6 +50,7 @@ __all__ = [
     "SearchConfig",
     "StagesConfig",
     "TelemetryConfig",
+    "head_tables",
     "load_config",
     "load_head_config",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -22,6 +22,7 @@ from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
 from prorl_trio.config.toml_file import read_toml
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -74,3 +75,22 @@ def load_head_config(path: Path) -> HeadConfig:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
     """
     return read_toml(path, HeadConfig)
+
+
+def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir: str, ledger: str) -> dict[str, Any]:
+    """Return the configuration of a fleet's head: its `own`, with defaults from the nodes' configuration.
+
+    Args:
+        common: the node.toml of all nodes. The head uses its `listen`, `fleet` and `ledger`, without paths that belong
+            to a single node.
+        own: the content of `prorl-trio fleet --config`; empty without a file.
+        fleet_dir: the folder of the fleet.
+        ledger: the folder of its ledger, unless `own` names another.
+    """
+    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
+    return {
+        **own,
+        "listen": {**listen, "port": 0, "unix_socket": "auto", **own.get("listen", {})},
+        "fleet": {**common.get("fleet", {}), **own.get("fleet", {}), "dir": fleet_dir},
+        "ledger": {**common.get("ledger", {}), "dir": ledger, **own.get("ledger", {})},
+    }

@@ -10,7 +10,6 @@ import trio
 
 from prorl_ipc.arena import open_arena
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.http.client import split_origin
 from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends
@@ -47,17 +46,7 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
     Raises:
         ConfigError: the kind of engine is unknown, or a configured URL is not valid, or occurs twice.
     """
-    known = set[str]()
-    for url in config.urls:
-        origin = url.rstrip("/")
-        try:
-            split_origin(origin)
-        except ValueError as exc:
-            raise ConfigError(f"backends.urls: {exc}") from exc
-        if origin in known:
-            raise ConfigError(f"backends.urls: {url} is there twice; for more rollouts, give it a weight in [backends]")
-        known.add(origin)
-
+    config.check_urls()
     find = EngineRegistry.from_entry_points().finder(
         config.engine,
         context_tokens=config.max_model_len or max_positions,

@@ -21,11 +21,10 @@ from prorl_launch.node import (
     NODE_START_TIMEOUT_S,
     NodeLost,
     head_command,
-    head_tables,
     serve_command,
 )
 from prorl_launch.supervised import open_supervised
-from prorl_trio.config import load_config, load_head_config
+from prorl_trio.config import head_tables, load_config, load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.edges.tcp import load_tls
 from prorl_trio.rendezvous.folder import HEAD, claim_folder

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from prorl_launch.node import head_tables
-from prorl_trio.config import ListenConfig
+from prorl_trio.config import ListenConfig, head_tables
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.edges.tcp import load_tls
 from prorl_trio.types.errors import ConfigError

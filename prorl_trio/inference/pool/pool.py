@@ -36,7 +36,7 @@ from prorl_trio.types.backends import (
 from prorl_trio.types.errors import BackendError, BackendsBusy, UnknownBackend
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import ModelProof, Waiting
@@ -338,6 +338,21 @@ class Backends:
             await self._close_unused()
         return urls
 
+    def configure(self, before: Iterable[str], now: Mapping[str, float]) -> None:
+        """Expect newly configured backends, with their weights, and remove the ones that are no longer configured.
+
+        Calls of removed backends finish. Their clients are closed when the next task of the pool ends, or by `aclose`.
+        Backends that were added by requests stay.
+        """
+        former = {url.rstrip("/") for url in before}
+        for url, weight in now.items():
+            if url not in former:
+                self.expect(url, weight)
+        for url in former - now.keys():
+            if not self._expected.forget(url) and self._placement.get(url) is not None:
+                self._placement.remove(url)
+        self._balancer.changed()
+
     def limit_tasks(self, max_tasks_per_backend: int) -> None:
         """Change the limit, 0 for none. Tasks beyond a smaller limit stay; a larger limit admits waiting tasks."""
         self._placement.limit(max_tasks_per_backend)
@@ -461,7 +476,7 @@ class Backends:
         """
         self._balancer.close()
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
-            await _close(self._placement.backends())
+            await _close([*self._placement.backends(), *self._placement.take_unused()])
 
     def statistics(self) -> dict[str, object]:
         """Return figures of the pool. Encodable.
