@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 import trio
 from ray.cluster_utils import Cluster
@@ -36,6 +38,7 @@ from prorl_trio.types.errors import ConfigError, ServiceError
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.remains import marked
 
+GUIDE = Path(__file__).parents[2] / "docs/ray.md"
 MIB = 1024 * 1024
 WITHIN_S = 60
 TEMPORARY = Path(os.environ["TMPDIR"])
@@ -120,11 +123,11 @@ class Rig:
     def __init__(self, folder, cluster):
         self.folder, self.cluster = folder, cluster
         self.dir = folder / "machines"
-        self.engine = start_engine(folder, "engine_0")
+        self.engine = start_engine(folder, "vllm_server_0_0")
         self.fleet: Any = None
 
     def start(self, name, nodes=1, **options):
-        options = {"dir": self.dir, "backends": ["engine_*"], "timeout_s": 120, **options}
+        options = {"dir": self.dir, "backends": ["vllm_server_*"], "timeout_s": 120, **options}
         return start_fleet(nodes, options.pop("config", config_of(self.folder)), name=name, **options)
 
     def url(self):
@@ -328,6 +331,31 @@ def case_another_fleet_goes_with_its_driver(rig):
     ray.get(rig.engine.set_held.remote(False))
 
 
+def case_the_guide_does_what_it_says(rig):
+    folder = rig.folder / "guide"
+    folder.mkdir()
+    page = GUIDE.read_text()
+    toml, *_ = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    own = msgspec.toml.decode(toml)
+    assert own.keys() <= {"model", "fleet"}
+    own["model"]["path"] = str(rig.folder / "model")
+    (folder / "node.toml").write_bytes(msgspec.toml.encode(config_of(rig.folder) | own))
+    for name, program in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL):
+        (folder / name).write_text(program)
+    said = []
+    env = os.environ | {
+        "RAY_ADDRESS": rig.cluster.address,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    for command in re.findall(r"^python \w+\.py$", page, re.MULTILINE):
+        done = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        said.append(done.stdout)
+        assert re.sub(r"\s", "", done.stdout) in re.sub(r"\s", "", page), done.stdout
+    assert len(said) == 3
+    nothing_left(rig, "rollouts")
+
+
 def case_ctrl_c_in_the_start_leaves_nothing(rig):
     driver = rig.run_driver("cut", detached=True)
     until(lambda: marked(f"{rig.dir}/cut/"), "the first process")
@@ -379,7 +407,7 @@ def drive(folder, name, detached):
     """Be another driver."""
     ray.init(address="auto", log_to_driver=False)
     fleet = start_fleet(
-        1, config_of(folder), name=name, dir=folder / "machines", backends=["engine_*"], detached=bool(detached)
+        1, config_of(folder), name=name, dir=folder / "machines", backends=["vllm_server_*"], detached=bool(detached)
     )
     with fleet.client(session_id="driver") as client:
         client.submit([job("a"), job("b")])
