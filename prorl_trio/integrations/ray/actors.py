@@ -151,8 +151,11 @@ class FleetNode(ProcessActor):
     def __init__(self, plan: FleetPlan, node_id: str) -> None:
         super().__init__(plan, node_id)
         self._head = ray.get_actor(f"{plan.name}/head", NAMESPACE)
+        self._path = self.rendezvous / f"{node_id}.json"
         self._entry: NodeEntry | None = None
         self._beat_ns = 0
+        self._urls: dict[tuple[str, str], str] = {}
+        self._troubles: dict[str, str] = {}
         self.write(plan.node_tables(node_id, self.address, self.folder, []))
         handlers = [f"--handler={handler}" for handler in plan.handlers]
         self.run(["serve", "--on-hangup=reload", *handlers], lambda: self._read()[0].process.pid)
@@ -162,72 +165,49 @@ class FleetNode(ProcessActor):
     def tick(self) -> None:
         """Copy the node's entry to the head if it has changed."""
         try:
-            entry, beat_ns = self._read()
-            if beat_ns != self._beat_ns:
+            entry, beat_ns = self._read() if self._path.exists() else (None, 0)
+            if entry is not None and beat_ns != self._beat_ns:
                 ray.get(self._head.renew.remote(entry), timeout=CALL_TIMEOUT_S)
-                self._entry, self._beat_ns = entry, beat_ns
-        except FileNotFoundError:  # the node has not come yet, or has left
-            if self._entry is not None:
-                with suppress(RayError):
-                    ray.get(self._head.remove.remote(self._entry), timeout=CALL_TIMEOUT_S)
-                    self._entry = None
-        except (RayError, ConfigError) as exc:
+            elif entry is None and self._entry is not None:  # it has left
+                ray.get(self._head.remove.remote(self._entry), timeout=CALL_TIMEOUT_S)
+            self._entry, self._beat_ns = entry, beat_ns
+        except (RayError, ConfigError, FileNotFoundError) as exc:
             logger.info("a heartbeat of %s did not reach the head, and is repeated: %s", self.name, exc)
 
     def _read(self) -> tuple[NodeEntry, int]:
-        return read_entry(self.rendezvous / f"{self.name}.json")
+        return read_entry(self._path)
 
     def _use_engines(self) -> None:
         """Have the node reload its configuration while its entry shows other engines than the named ones."""
-        engines = NamedEngines(self.plan)
         while not self.asked.is_set():
-            tables = self.plan.node_tables(self.name, self.address, self.folder, engines.find())
+            tables = self.plan.node_tables(self.name, self.address, self.folder, self._find_engines())
             with suppress(FileNotFoundError, ConfigError):
                 if self._read()[0].backends.keys() != {url.rstrip("/") for url in tables["backends"]["urls"]}:
                     self.write(tables)
                     self.signal(signal.SIGHUP)
             self.asked.wait(ENGINES_INTERVAL_S)
 
-
-class NamedEngines:
-    """The engines of actors with certain names, in any namespace."""
-
-    def __init__(self, plan: FleetPlan) -> None:
-        self._patterns = plan.backends
-        self._methods = [plan.backend_method] if plan.backend_method else ENGINE_METHODS
-        self._asked: dict[tuple[str, str], Any] = {}
-        self._urls: dict[tuple[str, str], str] = {}
-        self._troubles: dict[str, str] = {}
-
-    def find(self) -> list[str]:
-        """Return the addresses of the engines whose actors exist, and log new failures.
-
-        An actor that does not answer within a second keeps its former address until it answers.
-        """
-        there = {(each["namespace"], each["name"]) for each in ray.util.list_named_actors(all_namespaces=True)}
-        actors = {key for key in there if any(fnmatchcase(key[1], pattern) for pattern in self._patterns)}
-        self._urls = {key: url for key, url in self._urls.items() if key in actors}
-        self._asked = {key: answer for key, answer in self._asked.items() if key in actors}
-        unmatched = [each for each in self._patterns if not any(fnmatchcase(key[1], each) for key in actors)]
+    def _find_engines(self) -> list[str]:
+        """Return the addresses of the named engines. An actor that does not answer keeps its former address."""
+        there = [(each["name"], each["namespace"]) for each in ray.util.list_named_actors(all_namespaces=True)]
+        actors = [key for key in there if any(fnmatchcase(key[0], pattern) for pattern in self.plan.backends)]
+        unmatched = [each for each in self.plan.backends if not any(fnmatchcase(name, each) for name, _ in actors)]
         troubles = dict.fromkeys(unmatched, "no actor has this name now")
+        methods = [self.plan.backend_method] if self.plan.backend_method else ENGINE_METHODS
+        self._urls = {key: url for key, url in self._urls.items() if key in actors}
         for key in actors:
             try:
-                answer = self._asked[key] = self._asked.get(key) or self._ask(*key)
-                if ray.wait([answer], timeout=RETRY_S)[0]:
-                    del self._asked[key]
-                    self._urls[key] = engine_url(ray.get(answer))
+                actor = ray.get_actor(*key)
+                if method := next((each for each in methods if hasattr(actor, each)), ""):
+                    self._urls[key] = engine_url(ray.get(getattr(actor, method).remote(), timeout=RETRY_S))
+                else:
+                    troubles[key[0]] = f"it lacks the method {' or '.join(methods)}; name its own as backend_method"
             except (RayError, ConfigError, ValueError) as exc:  # ValueError: the actor has just ended
-                troubles[key[1]] = str(exc)
+                troubles[key[0]] = str(exc)
         for name in troubles.keys() - self._troubles.keys():
-            logger.warning("engine %r is not used yet: %s", name, troubles[name])
+            logger.warning("the engine of actor %r is not used yet: %s", name, troubles[name])
         self._troubles = troubles
         return sorted({*self._urls.values()})
-
-    def _ask(self, namespace: str, name: str) -> Any:
-        actor = ray.get_actor(name, namespace)
-        if method := next((each for each in self._methods if hasattr(actor, each)), ""):
-            return getattr(actor, method).remote()
-        raise ConfigError(f"it lacks the method {' or '.join(self._methods)}; name its own as backend_method")
 
 
 class FleetHead(ProcessActor):

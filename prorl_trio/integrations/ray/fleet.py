@@ -13,7 +13,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from prorl_trio.client import BlockingClient, connect
-from prorl_trio.integrations.ray.actors import CALL_TIMEOUT_S, NAMESPACE, STOP_TIMEOUT_S, FleetHead, FleetNode
+from prorl_trio.integrations.ray.actors import (
+    CALL_TIMEOUT_S,
+    NAMESPACE,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    FleetHead,
+    FleetNode,
+)
 from prorl_trio.integrations.ray.plan import make_plan
 from prorl_trio.types.errors import ConfigError, ServiceError
 
@@ -39,7 +46,7 @@ class RayFleet(AbstractContextManager["RayFleet"]):
         self.name = name
         self._head = ray.get_actor(f"{name}/head", NAMESPACE)
         self._actors = actors  # actors that are not detached end with their handles
-        self.plan: FleetPlan = ray.get(self._head.describe.remote())[0]
+        self.plan = self._describe()[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return attach, (self.name,)
@@ -49,9 +56,8 @@ class RayFleet(AbstractContextManager["RayFleet"]):
 
     @property
     def url(self) -> str:
-        """Return the address of the head, which it keeps when Ray restarts it."""
-        url: str = ray.get(self._head.describe.remote())[1]
-        return url
+        """Return the address of the head, which it keeps when Ray restarts it. Raises ServiceError without a head."""
+        return self._describe()[1]
 
     def client(self, **options: Any) -> BlockingClient:
         """Return a client for programs without trio. See `BlockingClient` for the options, such as `session_id`."""
@@ -65,6 +71,13 @@ class RayFleet(AbstractContextManager["RayFleet"]):
         """Return the state of the fleet, as `BlockingClient.status`."""
         with self.client() as client:
             return client.status()
+
+    def _describe(self) -> tuple[FleetPlan, str]:
+        try:
+            plan, url = ray.get(self._head.describe.remote(), timeout=START_TIMEOUT_S)
+        except RayError as exc:
+            raise ServiceError(f"the head of fleet {self.name!r} does not answer: {exc}") from exc
+        return plan, url
 
     def shutdown(self, drain_s: float = 0.0) -> None:
         """End all processes, actors and the placement group. Calling it again has no effect.
@@ -175,6 +188,7 @@ def _actor(kind: type, plan: FleetPlan, name: str, resources: Mapping[str, float
         get_if_exists=True,
         lifetime="detached" if plan.detached else None,
         max_restarts=-1,
+        max_task_retries=-1,
         max_concurrency=8,
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
