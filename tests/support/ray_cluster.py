@@ -122,13 +122,13 @@ class Rig:
 
     def __init__(self, folder, cluster):
         self.folder, self.cluster = folder, cluster
-        self.dir = folder / "machines"
+        self.dir = folder / ".local/state/prorl-trio/ray"
         self.engine = start_engine(folder, "vllm_server_0_0")
         self.fleet: Any = None
 
     def start(self, name, nodes=1, **options):
-        options = {"dir": self.dir, "backends": ["vllm_server_*"], "timeout_s": 120, **options}
-        return start_fleet(nodes, options.pop("config", config_of(self.folder)), name=name, **options)
+        options = {"backends": ["vllm_server_*"], "config": self.folder / "node.toml", "timeout_s": 120, **options}
+        return start_fleet(nodes, name=name, **options)
 
     def url(self):
         return engine_url(ray.get(self.engine.get_server_address.remote()))
@@ -147,7 +147,8 @@ class Rig:
         assert sorted(outcome.job_id for outcome in outcomes) == sorted(names)
         assert {outcome.reward for outcome in outcomes} == {1.0}
         assert all(outcome.trajectory.segments[0].token_ids.size for outcome in outcomes)
-        assert not client.status()["sessions"][client.session_id].get("undelivered"), "nothing comes twice"
+        session = client.status()["sessions"][client.session_id]
+        assert (session["last_cursor"], session["running"]) == (len(names), 0), "nothing comes twice"
 
     def over(self, what, strike):
         """Jobs run while `strike` kills something; each has one outcome, and the fleet is whole again."""
@@ -172,6 +173,32 @@ class Rig:
                 return False
 
         until(is_whole, "two members")
+
+    def write_guide(self):
+        """Write the files of the guide, where its commands are given."""
+        page = GUIDE.read_text()
+        (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+        own = msgspec.toml.decode(shown)
+        assert own.keys() == {"model", "fleet"}
+        own["model"]["path"] = str(self.folder / "model")
+        (self.folder / "node.toml").write_bytes(msgspec.toml.encode(config_of(self.folder) | own))
+        for name, program in re.findall(r"\(`(\w+\.py)`\):\n\n```python\n(.*?)```", page, re.DOTALL):
+            (self.folder / name).write_text(program)
+
+    def follow_guide(self, *programs):
+        """Give these commands of the guide, and return the output, which is what it shows."""
+        python = Path(sys.executable).parent
+        env = os.environ | {"RAY_ADDRESS": self.cluster.address, "PATH": f"{python}:{os.environ['PATH']}"}
+        said = []
+        for program in programs:
+            ((command, shown),) = re.findall(rf"```console\n(python {program})\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+            done = subprocess.run(
+                command.split(), cwd=self.folder, env=env, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            assert done.stdout == shown
+            said.append(shown.rstrip())
+        return said
 
 
 def kill(pid):
@@ -200,15 +227,14 @@ def nothing_left(rig, name):
 # ---------------------------------------------------------------- the cases, in order
 
 
-def case_a_fleet_starts_runs_jobs_and_is_found_by_name(rig):
-    rig.fleet = rig.start("rollouts", nodes=2)
+def case_the_guide_starts_a_fleet_and_looks_at_it(rig):
+    rig.write_guide()
+    assert rig.follow_guide("start.py", "look.py") == ["1.0 1.0 1.0 1.0", "rollouts-0 rollouts-1"]
+    rig.fleet = attach()
+
+
+def case_a_fleet_is_found_by_name_and_has_a_node_on_each_machine(rig):
     assert rig.start("rollouts", nodes=2).url == rig.fleet.url, "the same again is the same fleet"
-    names = [f"first-{n}" for n in range(8)]
-    with rig.fleet.client(session_id="first") as client:
-        client.submit([job(name) for name in names])
-        rig.finish(client, names)
-    status = rig.fleet.status()
-    assert sorted(status["members"]) == ["rollouts-0", "rollouts-1"]
     until(lambda: rig.backends() == [rig.url()] * 2, "each node has the engine")
 
     def in_a_task():
@@ -308,56 +334,31 @@ def case_a_restarted_engine_is_asked_again(rig):
         rig.finish(client, ["engine"])
 
 
-def case_a_detached_fleet_outlives_its_driver_with_its_jobs(rig):
-    rig.fleet.shutdown()
+def case_the_guide_ends_its_fleet(rig):
+    rig.follow_guide("stop.py")
     nothing_left(rig, "rollouts")
+
+
+def case_a_detached_fleet_outlives_its_driver_with_its_jobs_and_another_goes_with_it(rig):
     ray.get(rig.engine.set_held.remote(True))
-    kill(rig.driver("stays", detached=True).pid)
+    drivers = [rig.run_driver("stays", "detached"), rig.run_driver("goes", "")]
+    for driver in drivers:
+        assert b"SUBMITTED\n" in iter(driver.stdout.readline, b""), driver.wait()
+    refused(lambda: rig.start("goes"), ConfigError, "belongs to another driver")
+    for driver in drivers:
+        kill(driver.pid)
+    until(lambda: not [name for name in rig.named() if name.startswith("goes/")], "Ray ends the actors")
+    until(lambda: not _groups("goes"), "and the placement group")
     ray.get(rig.engine.set_held.remote(False))
     with attach("stays").client(session_id="driver") as client:
         rig.finish(client, ["a", "b"])
+    nothing_left(rig, "goes")
     attach("stays").shutdown(drain_s=5)
     nothing_left(rig, "stays")
 
 
-def case_another_fleet_goes_with_its_driver(rig):
-    ray.get(rig.engine.set_held.remote(True))
-    driver = rig.driver("goes", detached=False)
-    refused(lambda: rig.start("goes"), ConfigError, "belongs to another driver")
-    kill(driver.pid)
-    until(lambda: not [name for name in rig.named() if name.startswith("goes/")], "Ray ends the actors")
-    until(lambda: not _groups("goes"), "and the placement group")
-    nothing_left(rig, "goes")
-    ray.get(rig.engine.set_held.remote(False))
-
-
-def case_the_guide_does_what_it_says(rig):
-    folder = rig.folder / "guide"
-    folder.mkdir()
-    page = GUIDE.read_text()
-    toml, *_ = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    own = msgspec.toml.decode(toml)
-    assert own.keys() <= {"model", "fleet"}
-    own["model"]["path"] = str(rig.folder / "model")
-    (folder / "node.toml").write_bytes(msgspec.toml.encode(config_of(rig.folder) | own))
-    for name, program in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL):
-        (folder / name).write_text(program)
-    said = []
-    env = os.environ | {
-        "RAY_ADDRESS": rig.cluster.address,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    for command in re.findall(r"^python \w+\.py$", page, re.MULTILINE):
-        done = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        said.append(done.stdout)
-        assert re.sub(r"\s", "", done.stdout) in re.sub(r"\s", "", page), done.stdout
-    assert len(said) == 3
-    nothing_left(rig, "rollouts")
-
-
 def case_ctrl_c_in_the_start_leaves_nothing(rig):
-    driver = rig.run_driver("cut", detached=True)
+    driver = rig.run_driver("cut", "detached")
     until(lambda: marked(f"{rig.dir}/cut/"), "the first process")
     driver.send_signal(signal.SIGINT)
     assert driver.wait(WITHIN_S) != 0
@@ -391,24 +392,16 @@ class ClusterRig(Rig):
         found = ray._private.state.actors().values()
         return [each for each in found if each["ActorClassName"] == kind and each["State"] == "ALIVE"]
 
-    def run_driver(self, name, *, detached):
-        argv = [sys.executable, "-m", "support.ray_cluster", str(self.folder), name, "detached" if detached else ""]
+    def run_driver(self, name, detached):
+        argv = [sys.executable, "-m", "support.ray_cluster", str(self.folder), name, detached]
         env = os.environ | {"RAY_ADDRESS": self.cluster.address}
         return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE)
-
-    def driver(self, name, *, detached):
-        """A driver that has started a fleet and submitted two jobs."""
-        driver = self.run_driver(name, detached=detached)
-        assert b"SUBMITTED\n" in iter(driver.stdout.readline, b""), driver.wait()
-        return driver
 
 
 def drive(folder, name, detached):
     """Be another driver."""
     ray.init(address="auto", log_to_driver=False)
-    fleet = start_fleet(
-        1, config_of(folder), name=name, dir=folder / "machines", backends=["vllm_server_*"], detached=bool(detached)
-    )
+    fleet = start_fleet(1, folder / "node.toml", name=name, backends=["vllm_server_*"], detached=bool(detached))
     with fleet.client(session_id="driver") as client:
         client.submit([job("a"), job("b")])
         say("SUBMITTED")

@@ -123,7 +123,7 @@ def start_fleet(
             object with `url`. By default, `get_server_address` (verl) or `get_server_info` (SkyRL).
         handlers: additional handlers, as `MODULE:CLASS`, for example from Ray's `runtime_env`.
         resources: Ray resources of each node. By default one CPU.
-        detached: the fleet outlives this driver. Otherwise Ray ends it with the driver.
+        detached: the fleet outlives this driver. Otherwise Ray ends it with this driver, or with the returned object.
         timeout_s: longest wait for machines and nodes.
 
     Raises:
