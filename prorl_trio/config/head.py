@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 class HeadConfig(Table, frozen=True):
     """All settings of the head of a fleet. Its tables are also in node.toml.
@@ -94,3 +96,29 @@ def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir:
         "fleet": {**common.get("fleet", {}), **own.get("fleet", {}), "dir": fleet_dir},
         "ledger": {**common.get("ledger", {}), "dir": ledger, **own.get("ledger", {})},
     }
+
+
+def node_tables(common: Mapping[str, Any], node_id: str, *, fleet_dir: str, ledger: str) -> dict[str, Any]:
+    """Return the configuration of one node of a fleet: `common` with its own name, a free port, and its folders.
+
+    A ledger in memory (`ledger.dir` is empty) stays in memory.
+    """
+    own_ledger = dict(common.get("ledger", {}))
+    if own_ledger.get("dir") != "":
+        own_ledger["dir"] = ledger
+    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
+    return {
+        **common,
+        "node_id": node_id,
+        "listen": {**listen, "port": 0, "unix_socket": ""},
+        "fleet": {**common.get("fleet", {}), "dir": fleet_dir},
+        "ledger": own_ledger,
+    }
+
+
+def listening_at(tables: Mapping[str, Any], address: str) -> dict[str, Any]:
+    """Return the table `listen` for a machine with this address. An address in it is kept unless it is a loopback."""
+    listen = {key: value for key, value in tables.get("listen", {}).items() if key != "endpoint_file"}
+    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
+        listen["host"] = address
+    return listen

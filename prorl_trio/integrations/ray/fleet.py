@@ -1,51 +1,243 @@
-"""Starting, finding and ending a fleet in a Ray cluster."""
+"""Fleets in a Ray cluster: an actor for each node and one for the head, and the functions that start and find them.
+
+Each actor owns a process under `prorl_launch.supervisor`, whose standard input it holds open: however the actor ends,
+the whole process tree ends within `GRACE_S` seconds. The actor exits with its process, and Ray restarts both. Machines
+need not share a disk: each node has its own rendezvous folder, whose entry its actor copies to the head's folder.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 import time
+import warnings
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
+import msgspec
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from prorl_trio.client import BlockingClient, connect
-from prorl_trio.integrations.ray.actors import (
-    CALL_TIMEOUT_S,
-    NAMESPACE,
-    START_TIMEOUT_S,
-    STOP_TIMEOUT_S,
-    FleetHead,
-    FleetNode,
-)
-from prorl_trio.integrations.ray.plan import make_plan
+from prorl_trio.config.secrets import TOKEN_VARIABLE
+from prorl_trio.integrations.ray.plan import engine_url, make_plan
+from prorl_trio.rendezvous.folder import claim_folder, read_entry, remove_entry, write_entry
+from prorl_trio.rendezvous.head import read_head
 from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.integrations.ray.plan import FleetPlan
+    from prorl_trio.rendezvous.entry import NodeEntry
 
 logger = logging.getLogger(__name__)
 
+NAMESPACE: Final = "prorl-trio"
+ACTOR: Final = {"namespace": NAMESPACE, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 8}
 HEAD_MACHINE: Final = {"node:__internal_head__": 0.001}
 """The machine of Ray's own head, with which the whole cluster would end."""
-NOTICE_S: Final = 5.0
-POLL_S: Final = 0.2
+ENGINE_METHODS: Final = ("get_server_address", "get_server_info")
+"""The methods of verl's and SkyRL's servers that return their address."""
+GRACE_S: Final = 3.0
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 30.0
+CALL_TIMEOUT_S: Final = 10.0
+INTERVAL_S: Final = 5.0
+RETRY_S: Final = 1.0
+POLL_S: Final = 0.25
+LOG_TAIL_BYTES: Final = 3000
+
+
+class ProcessActor:
+    """An actor with one process. If the process does not even start the first time, creating the actor fails."""
+
+    def __init__(self, plan: FleetPlan, name: str) -> None:
+        self.plan, self.name = plan, name
+        self.address: str = ray.util.get_node_ip_address()
+        self.folder = Path(plan.dir).expanduser() / plan.name / name
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.rendezvous = claim_folder(self.folder / "fleet")
+        self.config, self.log = self.folder / "node.toml", self.folder / "node.log"
+        self.asked, self.ended = threading.Event(), threading.Event()
+        with warnings.catch_warnings(action="ignore"):  # Ray's property warns about another one
+            self.restarted: bool = ray.get_runtime_context().was_current_actor_reconstructed
+
+    def stop(self, drain_s: float) -> None:
+        """Drain the process for at most this many seconds, then end it. Returns when its whole tree is gone."""
+        self.asked.set()
+        for wait_s in (max(drain_s, POLL_S), STOP_TIMEOUT_S):  # two signals at once would count as one
+            self.signal(signal.SIGTERM)
+            self.ended.wait(wait_s)
+        self._leash.close()  # the supervisor kills what is left
+        self.ended.wait(STOP_TIMEOUT_S)
+        shutil.rmtree(self.rendezvous, ignore_errors=True)  # its files contain the token
+
+    def write(self, tables: dict[str, Any]) -> None:
+        """Write the configuration of the process."""
+        self.config.touch(mode=0o600)
+        self.config.write_bytes(msgspec.toml.encode(tables))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process if it lives."""
+        if self._pid and not self.ended.is_set():
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def run(self, command: list[str], find_pid: Callable[[], int]) -> None:
+        """Start the process, and wait until `find_pid` finds it in the rendezvous folder.
+
+        Raises:
+            ServiceError: it ended or is late; the message has the end of its log.
+        """
+        python, pipe = [sys.executable, "-m"], subprocess.PIPE
+        argv = [*python, "prorl_launch.supervisor", str(GRACE_S), *python, "prorl_trio.cli", *command]
+        argv.append(f"--config={self.config}")
+        env = {**os.environ, TOKEN_VARIABLE: self.plan.token}
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=log, env=env, start_new_session=True)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._leash, self._output = process.stdin, process.stdout
+        self._pid = int((self._output.readline().split() or [b"0"])[0])
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if self._has_ended() or time.monotonic() > deadline_s:
+                tail = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+                failure = f"{self.name} on {self.address} did not start. The end of its log {self.log}:\n{tail}"
+                self._leash.close()
+                if self.restarted:
+                    self._exit(failure)
+                raise ServiceError(failure)
+            with suppress(OSError, ConfigError):
+                if find_pid() == self._pid:
+                    break
+        threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+
+    def tick(self) -> None:
+        """Do the actor's periodic work, every `POLL_S` seconds."""
+
+    def _has_ended(self) -> bool:
+        """Wait for `POLL_S` seconds, or until the process and its tree have ended."""
+        return bool(select.select([self._output], [], [], POLL_S)[0])
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        while not self._has_ended():
+            self.tick()
+        code = process.wait()
+        self.tick()
+        self.ended.set()
+        if not self.asked.is_set():
+            self._exit(f"{self.name} has ended with exit code {code} and is started again; its log is {self.log}")
+
+    def _exit(self, why: str) -> None:
+        logger.error("%s", why)
+        time.sleep(RETRY_S)
+        os._exit(1)
+
+
+class FleetNode(ProcessActor):
+    """The actor of one node."""
+
+    def __init__(self, plan: FleetPlan, node_id: str) -> None:
+        super().__init__(plan, node_id)
+        self._head = ray.get_actor(f"{plan.name}/head", NAMESPACE)
+        self._path = self.rendezvous / f"{node_id}.json"
+        self._entry: NodeEntry | None = None
+        self._beat_ns = 0
+        self._urls: dict[tuple[str, str], str] = {}
+        self._troubles: dict[str, str] = {}
+        self.write(plan.node_tables(node_id, self.address, self.folder, []))
+        handlers = [f"--handler={handler}" for handler in plan.handlers]
+        self.run(["serve", "--on-hangup=reload", *handlers], lambda: read_entry(self._path)[0].process.pid)
+        if plan.backends:
+            threading.Thread(target=self._use_engines, daemon=True).start()
+
+    def tick(self) -> None:
+        """Copy the node's entry to the head if it has changed."""
+        try:
+            entry, beat_ns = read_entry(self._path) if self._path.exists() else (None, 0)
+            if known := entry or self._entry if beat_ns != self._beat_ns else None:
+                ray.get(self._head.note.remote(known, entry is None), timeout=CALL_TIMEOUT_S)
+            self._entry, self._beat_ns = entry, beat_ns
+        except (RayError, ConfigError, FileNotFoundError) as exc:
+            logger.info("a heartbeat of %s did not reach the head, and is repeated: %s", self.name, exc)
+
+    def _use_engines(self) -> None:
+        """Have the node reload its configuration while its entry shows other engines than the named ones."""
+        while not self.asked.is_set():
+            tables = self.plan.node_tables(self.name, self.address, self.folder, self._find_engines())
+            with suppress(FileNotFoundError, ConfigError):
+                if read_entry(self._path)[0].backends.keys() != {*tables["backends"]["urls"]}:
+                    self.write(tables)
+                    self.signal(signal.SIGHUP)
+            self.asked.wait(INTERVAL_S)
+
+    def _find_engines(self) -> list[str]:
+        """Return the addresses of the named engines. An actor that does not answer keeps its former address."""
+        there = [(each["name"], each["namespace"]) for each in ray.util.list_named_actors(all_namespaces=True)]
+        actors = [key for key in there if any(fnmatchcase(key[0], pattern) for pattern in self.plan.backends)]
+        unmatched = [each for each in self.plan.backends if not any(fnmatchcase(name, each) for name, _ in actors)]
+        troubles = dict.fromkeys(unmatched, "no actor has this name now")
+        methods = [self.plan.backend_method] if self.plan.backend_method else ENGINE_METHODS
+        self._urls = {key: url for key, url in self._urls.items() if key in actors}
+        for key in actors:
+            try:
+                actor = ray.get_actor(*key)
+                if not (method := next((each for each in methods if hasattr(actor, each)), "")):
+                    raise ConfigError(f"it lacks the method {' or '.join(methods)}; name its own as backend_method")
+                self._urls[key] = engine_url(ray.get(getattr(actor, method).remote(), timeout=RETRY_S))
+            except (RayError, ConfigError, ValueError) as exc:  # ValueError: the actor has just ended
+                troubles[key[0]] = str(exc)
+        for name in troubles.keys() - self._troubles.keys():
+            logger.warning("the engine of actor %r is not used yet: %s", name, troubles[name])
+        self._troubles = troubles
+        return sorted({*self._urls.values()})
+
+
+class FleetHead(ProcessActor):
+    """The actor of the head. A restarted head waits for its former port, so that trainers find it there."""
+
+    def __init__(self, plan: FleetPlan) -> None:
+        super().__init__(plan, "head")
+        port = plan.tables["listen"].get("port", 0)
+        if self.restarted:
+            with suppress(OSError, ConfigError):
+                port = urlsplit(read_head(self.rendezvous).url).port
+        self.write(plan.head_tables(self.address, port, self.folder))
+        self.run(["fleet"], lambda: read_head(self.rendezvous).process.pid)
+
+    def describe(self) -> tuple[FleetPlan, str]:
+        """Return the plan, which has the token, and the URL of the head."""
+        return self.plan, read_head(self.rendezvous).url
+
+    def note(self, entry: NodeEntry, left: bool) -> None:
+        """Record a heartbeat of a node, or that it has left."""
+        (remove_entry if left else write_entry)(self.rendezvous, entry)
 
 
 class RayFleet(AbstractContextManager["RayFleet"]):
-    """A fleet in this Ray cluster. Tasks and actors may receive it. The end of a `with` block shuts it down."""
+    """A fleet in this Ray cluster. Tasks and actors may receive it. The end of a `with` block shuts it down.
+
+    Methods raise ServiceError while the head does not answer.
+    """
 
     def __init__(self, name: str, actors: Sequence[Any] = ()) -> None:
         self.name = name
-        self._head = ray.get_actor(f"{name}/head", NAMESPACE)
-        self._actors = actors  # actors that are not detached end with their handles
+        self._actors = actors or [ray.get_actor(f"{name}/head", NAMESPACE)]  # without handles, some actors end
         self.plan = self._describe()[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,7 +248,7 @@ class RayFleet(AbstractContextManager["RayFleet"]):
 
     @property
     def url(self) -> str:
-        """Return the address of the head, which it keeps when Ray restarts it. Raises ServiceError without a head."""
+        """Return the address of the head, which it keeps when Ray restarts it."""
         return self._describe()[1]
 
     def client(self, **options: Any) -> BlockingClient:
@@ -72,13 +264,6 @@ class RayFleet(AbstractContextManager["RayFleet"]):
         with self.client() as client:
             return client.status()
 
-    def _describe(self) -> tuple[FleetPlan, str]:
-        try:
-            plan, url = ray.get(self._head.describe.remote(), timeout=START_TIMEOUT_S)
-        except RayError as exc:
-            raise ServiceError(f"the head of fleet {self.name!r} does not answer: {exc}") from exc
-        return plan, url
-
     def shutdown(self, drain_s: float = 0.0) -> None:
         """End all processes, actors and the placement group. Calling it again has no effect.
 
@@ -93,6 +278,13 @@ class RayFleet(AbstractContextManager["RayFleet"]):
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=drain_s + 3 * STOP_TIMEOUT_S)
         _remove(self.name)
+
+    def _describe(self) -> tuple[FleetPlan, str]:
+        try:
+            plan, url = ray.get(self._actors[0].describe.remote(), timeout=START_TIMEOUT_S)
+        except RayError as exc:
+            raise ServiceError(f"the head of fleet {self.name!r} does not answer: {exc}") from exc
+        return plan, url
 
 
 def start_fleet(
@@ -137,7 +329,11 @@ def start_fleet(
     deadline_s = time.monotonic() + timeout_s
     exists = f"{name}/head" in _actor_names(name)
     if exists:
-        _require_same(attach(name).plan, plan)
+        there = attach(name).plan
+        if why := plan.objection(there):
+            remedy = f"use attach({name!r}), end it with attach({name!r}).shutdown(), or choose another name"
+            raise ConfigError(f"a fleet {name!r} is running and {why}; {remedy}")
+        plan = there  # with its token
     try:
         group = _place(plan, deadline_s)
         actors = [_actor(FleetHead, plan, "head", HEAD_MACHINE).remote(plan)]
@@ -165,15 +361,6 @@ def attach(name: str = "rollouts") -> RayFleet:
         raise ConfigError(f"no fleet is named {name!r} here; there are {there}; call start_fleet") from None
 
 
-def _require_same(there: FleetPlan, plan: FleetPlan) -> None:
-    fields = [name for name in plan.__struct_fields__ if name != "token"]
-    different = [name for name in fields if getattr(there, name) != getattr(plan, name)]
-    if different or not there.detached:
-        why = f"has other settings ({', '.join(different)})" if there.detached else "belongs to another driver"
-        remedy = f"use attach({plan.name!r}), end it with attach({plan.name!r}).shutdown(), or choose another name"
-        raise ConfigError(f"a fleet {plan.name!r} is running and {why}; {remedy}")
-
-
 def _actor_names(fleet: str = "") -> list[str]:
     """Return the names of the actors of a fleet, or of all fleets."""
     names = [each["name"] for each in ray.util.list_named_actors(True) if each["namespace"] == NAMESPACE]
@@ -182,19 +369,10 @@ def _actor_names(fleet: str = "") -> list[str]:
 
 def _actor(kind: type, plan: FleetPlan, name: str, resources: Mapping[str, float], **options: Any) -> Any:
     """Return the class, ready to create its actor or to find the existing one."""
-    return ray.remote(kind).options(
-        name=f"{plan.name}/{name}",
-        namespace=NAMESPACE,
-        get_if_exists=True,
-        lifetime="detached" if plan.detached else None,
-        max_restarts=-1,
-        max_task_retries=-1,
-        max_concurrency=8,
-        num_cpus=resources.get("CPU", 0),
-        num_gpus=resources.get("GPU", 0),
-        resources={key: value for key, value in resources.items() if key not in ("CPU", "GPU")},
-        **options,
-    )
+    custom = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}
+    amounts = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": custom}
+    found = {"name": f"{plan.name}/{name}", "get_if_exists": True, "lifetime": "detached" if plan.detached else None}
+    return ray.remote(kind).options(**ACTOR, **found, **amounts, **options)
 
 
 def _groups(fleet: str) -> list[PlacementGroup]:
@@ -208,35 +386,33 @@ def _place(plan: FleetPlan, deadline_s: float) -> PlacementGroup:
     lifetime = "detached" if plan.detached else None
     bundles, label = [plan.resources] * plan.nodes, f"{NAMESPACE}/{plan.name}"
     group = next(iter(_groups(plan.name)), None) or placement_group(bundles, "STRICT_SPREAD", label, lifetime)
-    if group.wait(min(NOTICE_S, max(0.0, deadline_s - time.monotonic()))):
-        return group
-    machines = [each["Resources"] for each in ray.nodes() if each["Alive"]]
-    large = sum(all(each.get(key, 0) >= value for key, value in plan.resources.items()) for each in machines)
-    why = (
-        f"fleet {plan.name!r} needs {plan.nodes} machines with {plan.resources} free on each; the Ray cluster has "
-        f"{len(machines)}, of which {large} have that much in total"
-    )
-    logger.warning("%s; waiting for more", why)
-    if group.wait(max(0.0, deadline_s - time.monotonic())):
-        return group
+    why = ""
+    for wait_s in (INTERVAL_S, float("inf")):
+        if group.wait(max(0.0, min(wait_s, deadline_s - time.monotonic()))):
+            return group
+        machines = [each["Resources"] for each in ray.nodes() if each["Alive"]]
+        large = sum(all(each.get(key, 0) >= value for key, value in plan.resources.items()) for each in machines)
+        why = f"{plan!r} needs {plan.nodes} machines with {plan.resources} free on each; the Ray cluster has "
+        why += f"{len(machines)}, of which {large} have that much in total"
+        logger.warning("%s; waiting for more", why)
     raise ConfigError(f"{why}; ask for fewer nodes or resources, or free some: `ray status` shows their use")
 
 
 def _wait_started(plan: FleetPlan, actors: Sequence[Any], deadline_s: float) -> RayFleet:
-    waiting = [actor.ready.remote() for actor in actors]
-    failed = f"fleet {plan.name!r} did not start"
-    try:
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
-            if failure := ray.get(done[0]) if done else f"no time is left; the logs are in {plan.dir}":
-                raise ServiceError(f"{failed}: {failure}")
-        fleet = RayFleet(plan.name, actors)
-    except RayError as exc:
-        raise ServiceError(f"{failed}: {exc}") from exc
+    waiting = [actor.__ray_ready__.remote() for actor in actors]
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
+        if not done:
+            raise ServiceError(f"{plan!r} has not started within timeout_s; its logs are in {plan.dir}")
+        try:
+            ray.get(done)
+        except RayError as exc:
+            raise ServiceError(f"{plan!r} did not start: {exc}") from exc
+    fleet = RayFleet(plan.name, actors)
     with fleet.client() as client:
         while len(client.status()["members"]) < plan.nodes:
             if time.monotonic() > deadline_s:
-                raise ServiceError(f"{failed}: its head does not reach all nodes; see its log")
+                raise ServiceError(f"the head of {plan!r} does not reach all nodes; see its log")
             time.sleep(POLL_S)
     return fleet
 

@@ -12,13 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
-from prorl_trio.config import NodeConfig, head_tables, load_config
+from prorl_trio.config import NodeConfig, head_tables, listening_at, load_config, node_tables
 from prorl_trio.config.node import NODE_ID
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.types.errors import ConfigError
 
-_OF_ONE_PROCESS: Final = frozenset({"endpoint_file", "unix_socket", "token", "token_file"})
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_SECRETS: Final = ("token", "token_file")
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,28 +35,32 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     token: str
 
     def __repr__(self) -> str:
-        return f"<FleetPlan {self.name!r} of {self.nodes} nodes>"  # hides the token
+        return f"fleet {self.name!r}"  # hides the token
+
+    def objection(self, there: FleetPlan) -> str:
+        """Return why a running fleet with the plan `there` cannot be used for this plan; empty if it can."""
+        if not there.detached:
+            return "belongs to another driver"
+        fields = [name for name in self.__struct_fields__ if name != "token"]
+        different = [name for name in fields if getattr(there, name) != getattr(self, name)]
+        return f"has other settings ({', '.join(different)})" if different else ""
 
     def node_tables(self, node_id: str, address: str, folder: Path, engines: list[str]) -> dict[str, Any]:
         """Return the node.toml of a node at this address, with its files in `folder` and these additional engines."""
-        backends, ledger = self.tables.get("backends", {}), self.tables.get("ledger", {})
-        urls = [*dict.fromkeys([*backends.get("urls", []), *engines])]
-        if ledger.get("dir") != "":  # else it stays in memory
-            ledger = {**ledger, "dir": str(folder / "ledger")}
-        made = {**self.tables, "node_id": node_id, "ledger": ledger, "backends": {**backends, "urls": urls}}
-        return {**made, **self._addresses(address, 0, folder)}
+        made = node_tables(self.tables, node_id, fleet_dir=str(folder / "fleet"), ledger=str(folder / "ledger"))
+        backends = self.tables.get("backends", {})
+        urls = [*dict.fromkeys(url.rstrip("/") for url in [*backends.get("urls", []), *engines])]
+        return {**_at(made, address), "backends": {**backends, "urls": urls}}
 
     def head_tables(self, address: str, port: int, folder: Path) -> dict[str, Any]:
         """Return the configuration of the head. `port` 0 is any free port."""
-        made = head_tables(self.tables, {}, fleet_dir="", ledger=str(folder / "ledger"))
-        return {**made, **self._addresses(address, port, folder)}
+        own = {"listen": {"port": port}}
+        made = head_tables(self.tables, own, fleet_dir=str(folder / "fleet"), ledger=str(folder / "ledger"))
+        return _at(made, address)
 
-    def _addresses(self, address: str, port: int, folder: Path) -> dict[str, Any]:
-        listen = {**self.tables["listen"], "port": port}
-        if listen.get("host", "localhost") in _LOOPBACK:
-            listen["host"] = address
-        fleet = {"advertise": address, **self.tables.get("fleet", {}), "dir": str(folder / "fleet")}
-        return {"listen": listen, "fleet": fleet}
+
+def _at(tables: dict[str, Any], address: str) -> dict[str, Any]:
+    return {**tables, "listen": listening_at(tables, address), "fleet": {"advertise": address, **tables["fleet"]}}
 
 
 def make_plan(config: str | os.PathLike[str] | Mapping[str, Any], **settings: Any) -> FleetPlan:
@@ -73,11 +76,11 @@ def make_plan(config: str | os.PathLike[str] | Mapping[str, Any], **settings: An
             listen = load_config(Path(config)).listen
             tables = tomllib.loads(Path(config).read_text(encoding="utf-8-sig"))
         token = agreed_token(listen, os.environ.get(TOKEN_VARIABLE, "")) or secrets.token_urlsafe(32)
-        tables["listen"] = {key: value for key, value in tables.get("listen", {}).items() if key not in _OF_ONE_PROCESS}
+        tables["listen"] = {key: value for key, value in tables.get("listen", {}).items() if key not in _SECRETS}
         plan = msgspec.convert({**settings, "tables": tables, "token": token}, FleetPlan)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"start_fleet: {exc}") from None
-    if plan.nodes < 1 or not all(amount > 0 for amount in plan.resources.values()):
+    if not all(number > 0 for number in (plan.nodes, *plan.resources.values())):
         raise ConfigError("start_fleet: nodes and the amounts of resources must be above 0")
     if not plan.name or not re.match(NODE_ID, plan.name):
         raise ConfigError(f"start_fleet: name {plan.name!r} has other characters than letters, digits, '.', '_', '-'")
