@@ -90,6 +90,7 @@ async def open_backends(
         random=random,
         proof=proof,
     )
+    backends.configured = frozenset(config.weighted_urls)
     try:
         failed: dict[str, BackendError] = {}
         if config.urls:

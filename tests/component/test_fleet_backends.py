@@ -223,6 +223,17 @@ async def test_what_was_drained_or_removed_stays_out_when_its_node_is_lost(folde
         assert fleet.owners()["b"] == ["http://a:3", "http://b:8000"]
 
 
+async def test_backends_that_nodes_have_configured_since_their_last_heartbeat_stay_with_all(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        for name in ("a", "b"):
+            backends = fleet[name].node.backends
+            await backends.add("http://shared:1")
+            backends.configured = frozenset({"http://shared:1"})
+        async with open_client(folder) as (_client, head):
+            await until(head.is_settled)
+            assert all("http://shared:1" in urls for urls in fleet.owners().values())
+
+
 async def test_a_backend_that_a_node_configures_after_it_joined_goes_to_another_when_the_node_is_lost(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (_client, head):
         node = fleet["a"]

@@ -222,6 +222,8 @@ class Backends:
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
         self._proof = proof
+        self.configured: frozenset[str] = frozenset()
+        """The URLs in the configuration of the node."""
         self._listeners: list[Callable[[bool], None]] = []
         self.versions = VersionOrder()
         """Versions announced by resumes or introduced by engines, in order."""
@@ -338,19 +340,19 @@ class Backends:
             await self._close_unused()
         return urls
 
-    def configure(self, before: Iterable[str], now: Mapping[str, float]) -> None:
+    def configure(self, now: Mapping[str, float]) -> None:
         """Expect newly configured backends, with their weights, and remove the ones that are no longer configured.
 
         Calls of removed backends finish. Their clients are closed when the next task of the pool ends, or by `aclose`.
         Backends that were added by requests stay.
         """
-        former = {url.rstrip("/") for url in before}
         for url, weight in now.items():
-            if url not in former:
+            if url not in self.configured:
                 self.expect(url, weight)
-        for url in former - now.keys():
+        for url in self.configured - now.keys():
             if not self._expected.forget(url) and self._placement.get(url) is not None:
                 self._placement.remove(url)
+        self.configured = frozenset(now)
         self._balancer.changed()
 
     def limit_tasks(self, max_tasks_per_backend: int) -> None:
@@ -482,8 +484,8 @@ class Backends:
         """Return figures of the pool. Encodable.
 
         They are leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, the trainer
-        `updating` the policy, the recently announced `versions` (oldest first), and `backends`: one `BackendStatistics`
-        each.
+        `updating` the policy, the recently announced `versions` (oldest first), the `configured` URLs, and `backends`:
+        one `BackendStatistics` each.
         """
         return {
             "open_leases": self._placement.open_leases,
@@ -492,6 +494,7 @@ class Backends:
             "admission": self.admission.statistics(),
             "updating": self._updates.holder.holder,
             "versions": self.versions.announced(),
+            "configured": sorted(self.configured),
             "backends": [*self._placement.statistics(), *self._expected.statistics()],
         }
 
