@@ -236,12 +236,12 @@ def case_a_fleet_is_found_by_name_and_has_a_node_on_each_machine(rig):
     assert rig.start("rollouts", nodes=2).url == rig.fleet.url, "the same again is the same fleet"
     until(lambda: rig.backends() == [rig.url()] * 2, "each node has the engine")
 
-    def in_a_task():
-        with attach().client() as client:
+    def in_a_task(fleet):
+        with fleet.client() as client:
             client.submit([job("task")])
             return [outcome.reward for outcome in client.results(1)]
 
-    assert ray.get(ray.remote(in_a_task).options(num_cpus=0).remote()) == [1.0]
+    assert ray.get(ray.remote(in_a_task).options(num_cpus=0).remote(rig.fleet)) == [1.0]
     machines = {actor["Address"]["NodeID"] for actor in rig.actors("FleetNode")}
     assert len(machines) == 2
 

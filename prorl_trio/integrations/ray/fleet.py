@@ -63,18 +63,33 @@ LOG_TAIL_BYTES: Final = 3000
 
 
 class ProcessActor:
-    """An actor with one process. If the process does not even start the first time, creating the actor fails."""
+    """An actor with one process. If the process does not even start the first time, the actor stays without it."""
 
     def __init__(self, plan: FleetPlan, name: str) -> None:
         self.plan, self.name = plan, name
         self.address: str = ray.util.get_node_ip_address()
         self.folder = Path(plan.dir).expanduser() / plan.name / name
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.rendezvous = claim_folder(self.folder / "fleet")
+        self.rendezvous = self.folder / "fleet"
         self.config, self.log = self.folder / "node.toml", self.folder / "node.log"
         self.asked, self.ended = threading.Event(), threading.Event()
         with warnings.catch_warnings(action="ignore"):  # Ray's property warns about another one
             self.restarted: bool = ray.get_runtime_context().was_current_actor_reconstructed
+        self._failure = ""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            claim_folder(self.rendezvous)
+            self.start()
+        except (OSError, ConfigError, ServiceError) as exc:  # Ray would abort the actor, and print hundreds of lines
+            self._failure = f"{name} on {self.address}: {exc}"
+            if self.restarted:
+                self._exit(self._failure)
+
+    def start(self) -> None:
+        """Write the configuration, and run the process. Raises OSError, ConfigError or ServiceError."""
+
+    def ready(self) -> str:
+        """Return why the process did not start; empty if it did."""
+        return self._failure
 
     def stop(self, drain_s: float) -> None:
         """Drain the process for at most this many seconds, then end it. Returns when its whole tree is gone."""
@@ -117,11 +132,8 @@ class ProcessActor:
         while True:
             if self._has_ended() or time.monotonic() > deadline_s:
                 tail = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-                failure = f"{self.name} on {self.address} did not start. The end of its log {self.log}:\n{tail}"
                 self._leash.close()
-                if self.restarted:
-                    self._exit(failure)
-                raise ServiceError(failure)
+                raise ServiceError(f"it did not start. The end of its log {self.log}:\n{tail}")
             with suppress(OSError, ConfigError):
                 if find_pid() == self._pid:
                     break
@@ -152,15 +164,16 @@ class ProcessActor:
 class FleetNode(ProcessActor):
     """The actor of one node."""
 
-    def __init__(self, plan: FleetPlan, node_id: str) -> None:
-        super().__init__(plan, node_id)
+    def start(self) -> None:
+        """See `ProcessActor`."""
+        plan = self.plan
         self._head = ray.get_actor(f"{plan.name}/head", NAMESPACE)
-        self._path = self.rendezvous / f"{node_id}.json"
+        self._path = self.rendezvous / f"{self.name}.json"
         self._entry: NodeEntry | None = None
         self._beat_ns = 0
         self._urls: dict[tuple[str, str], str] = {}
         self._troubles: dict[str, str] = {}
-        self.write(plan.node_tables(node_id, self.address, self.folder, []))
+        self.write(plan.node_tables(self.name, self.address, self.folder, []))
         handlers = [f"--handler={handler}" for handler in plan.handlers]
         self.run(["serve", "--on-hangup=reload", *handlers], lambda: read_entry(self._path)[0].process.pid)
         if plan.backends:
@@ -211,13 +224,13 @@ class FleetNode(ProcessActor):
 class FleetHead(ProcessActor):
     """The actor of the head. A restarted head waits for its former port, so that trainers find it there."""
 
-    def __init__(self, plan: FleetPlan) -> None:
-        super().__init__(plan, "head")
-        port = plan.tables["listen"].get("port", 0)
+    def start(self) -> None:
+        """See `ProcessActor`."""
+        port = self.plan.tables["listen"].get("port", 0)
         if self.restarted:
             with suppress(OSError, ConfigError):
                 port = urlsplit(read_head(self.rendezvous).url).port
-        self.write(plan.head_tables(self.address, port, self.folder))
+        self.write(self.plan.head_tables(self.address, port, self.folder))
         self.run(["fleet"], lambda: read_head(self.rendezvous).process.pid)
 
     def describe(self) -> tuple[FleetPlan, str]:
@@ -336,7 +349,7 @@ def start_fleet(
         plan = there  # with its token
     try:
         group = _place(plan, deadline_s)
-        actors = [_actor(FleetHead, plan, "head", HEAD_MACHINE).remote(plan)]
+        actors = [_actor(FleetHead, plan, "head", HEAD_MACHINE).remote(plan, "head")]
         for number in range(nodes):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
             actor = _actor(FleetNode, plan, f"{name}-{number}", plan.resources, scheduling_strategy=where)
@@ -388,26 +401,29 @@ def _place(plan: FleetPlan, deadline_s: float) -> PlacementGroup:
     group = next(iter(_groups(plan.name)), None) or placement_group(bundles, "STRICT_SPREAD", label, lifetime)
     why = ""
     for wait_s in (INTERVAL_S, float("inf")):
+        if why:
+            logger.warning("%s; waiting for more", why)
         if group.wait(max(0.0, min(wait_s, deadline_s - time.monotonic()))):
             return group
         machines = [each["Resources"] for each in ray.nodes() if each["Alive"]]
         large = sum(all(each.get(key, 0) >= value for key, value in plan.resources.items()) for each in machines)
         why = f"{plan!r} needs {plan.nodes} machines with {plan.resources} free on each; the Ray cluster has "
         why += f"{len(machines)}, of which {large} have that much in total"
-        logger.warning("%s; waiting for more", why)
     raise ConfigError(f"{why}; ask for fewer nodes or resources, or free some: `ray status` shows their use")
 
 
 def _wait_started(plan: FleetPlan, actors: Sequence[Any], deadline_s: float) -> RayFleet:
-    waiting = [actor.__ray_ready__.remote() for actor in actors]
+    waiting = [actor.ready.remote() for actor in actors]
     while waiting:
         done, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
         if not done:
             raise ServiceError(f"{plan!r} has not started within timeout_s; its logs are in {plan.dir}")
         try:
-            ray.get(done)
+            failure = ray.get(done[0])
         except RayError as exc:
-            raise ServiceError(f"{plan!r} did not start: {exc}") from exc
+            failure = str(exc)
+        if failure:
+            raise ServiceError(f"{plan!r} did not start: {failure}")
     fleet = RayFleet(plan.name, actors)
     with fleet.client() as client:
         while len(client.status()["members"]) < plan.nodes:
