@@ -254,6 +254,7 @@ async def test_a_running_node_takes_the_backends_of_the_new_file_and_leaves_thos
             assert plan.fixed == []
             node.apply(plan.config)
             with trio.fail_after(20):
+                await trio.lowlevel.checkpoint()
                 while [each.url for each in node.backends.list()] != [added.url, new_one.url]:
                     await trio.sleep(0.01)
             assert node.backends.urls() == (added.url, new_one.url), "what was added by hand stays"

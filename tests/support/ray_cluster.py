@@ -7,6 +7,7 @@ Each raylet is a machine of its own to Ray. The engines are actors, so that the 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -405,8 +406,9 @@ class ClusterRig(Rig):
 def drive(folder, name, detached):
     """Be another driver."""
     ray.init(address="auto", log_to_driver=False)
-    fleet = start_fleet(1, folder / "node.toml", name=name, backends=["vllm_server_*"], detached=bool(detached))
-    with fleet.client(session_id="driver") as client:
+    start_fleet(1, folder / "node.toml", name=name, backends=["vllm_server_*"], detached=bool(detached))
+    gc.collect()  # the fleet of a driver does not need the object
+    with attach(name).client(session_id="driver") as client:
         client.submit([job("a"), job("b")])
         say("SUBMITTED")
         time.sleep(WITHIN_S)

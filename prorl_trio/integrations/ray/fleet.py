@@ -60,6 +60,8 @@ INTERVAL_S: Final = 5.0
 RETRY_S: Final = 1.0
 POLL_S: Final = 0.25
 LOG_TAIL_BYTES: Final = 3000
+_started: Final[dict[str, Sequence[Any]]] = {}
+"""The actors of this driver's fleets. Ray ends actors that are not detached when their last handle is gone."""
 
 
 class ProcessActor:
@@ -248,9 +250,9 @@ class RayFleet(AbstractContextManager["RayFleet"]):
     Methods raise ServiceError while the head does not answer.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any] = ()) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._actors = actors or [ray.get_actor(f"{name}/head", NAMESPACE)]  # without handles, some actors end
+        self._head = ray.get_actor(f"{name}/head", NAMESPACE)
         self.plan = self._describe()[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -294,7 +296,7 @@ class RayFleet(AbstractContextManager["RayFleet"]):
 
     def _describe(self) -> tuple[FleetPlan, str]:
         try:
-            plan, url = ray.get(self._actors[0].describe.remote(), timeout=START_TIMEOUT_S)
+            plan, url = ray.get(self._head.describe.remote(), timeout=START_TIMEOUT_S)
         except RayError as exc:
             raise ServiceError(f"the head of fleet {self.name!r} does not answer: {exc}") from exc
         return plan, url
@@ -328,7 +330,7 @@ def start_fleet(
             object with `url`. By default, `get_server_address` (verl) or `get_server_info` (SkyRL).
         handlers: additional handlers, as `MODULE:CLASS`, for example from Ray's `runtime_env`.
         resources: Ray resources of each node. By default one CPU.
-        detached: the fleet outlives this driver. Otherwise Ray ends it with this driver, or with the returned object.
+        detached: the fleet outlives this driver. Otherwise Ray ends it with this driver.
         timeout_s: longest wait for machines and nodes.
 
     Raises:
@@ -349,7 +351,7 @@ def start_fleet(
         plan = there  # with its token
     try:
         group = _place(plan, deadline_s)
-        actors = [_actor(FleetHead, plan, "head", HEAD_MACHINE).remote(plan, "head")]
+        actors = _started[name] = [_actor(FleetHead, plan, "head", HEAD_MACHINE).remote(plan, "head")]
         for number in range(nodes):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
             actor = _actor(FleetNode, plan, f"{name}-{number}", plan.resources, scheduling_strategy=where)
@@ -424,7 +426,7 @@ def _wait_started(plan: FleetPlan, actors: Sequence[Any], deadline_s: float) -> 
             failure = str(exc)
         if failure:
             raise ServiceError(f"{plan!r} did not start: {failure}")
-    fleet = RayFleet(plan.name, actors)
+    fleet = RayFleet(plan.name)
     with fleet.client() as client:
         while len(client.status()["members"]) < plan.nodes:
             if time.monotonic() > deadline_s:
@@ -435,6 +437,7 @@ def _wait_started(plan: FleetPlan, actors: Sequence[Any], deadline_s: float) -> 
 
 def _remove(name: str) -> None:
     """Kill the actors of a fleet, remove its placement group, and return when its names are free."""
+    _started.pop(name, None)
     deadline_s = time.monotonic() + STOP_TIMEOUT_S
     while (names := _actor_names(name)) and time.monotonic() < deadline_s:
         for each in names:
