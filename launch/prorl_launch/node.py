@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
@@ -17,7 +17,7 @@ from prorl_launch.supervised import Supervised, open_supervised
 from prorl_trio.types.errors import InternalError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 NODE_START_TIMEOUT_S = 120.0
@@ -35,25 +35,6 @@ def serve_command(config_file: Path) -> list[str]:
 def head_command(config_file: Path) -> list[str]:
     """Return the command that runs the head of a fleet with this configuration."""
     return [sys.executable, "-m", "prorl_trio.cli", "fleet", "--config", str(config_file)]
-
-
-def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir: str, ledger: str) -> dict[str, Any]:
-    """Return the configuration of a fleet's head: its `own`, with defaults from the nodes' configuration.
-
-    Args:
-        common: the node.toml of all nodes. The head uses its `listen`, `fleet` and `ledger`, without paths that belong
-            to a single node.
-        own: the content of `prorl-trio fleet --config`; empty without a file.
-        fleet_dir: the folder of the fleet.
-        ledger: the folder of its ledger, unless `own` names another.
-    """
-    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
-    return {
-        **own,
-        "listen": {**listen, "port": 0, "unix_socket": "auto", **own.get("listen", {})},
-        "fleet": {**common.get("fleet", {}), **own.get("fleet", {}), "dir": fleet_dir},
-        "ledger": {**common.get("ledger", {}), "dir": ledger, **own.get("ledger", {})},
-    }
 
 
 class NodeLost(ServiceError):

@@ -95,9 +95,9 @@ def serve(
     third kills the node.
 
     SIGHUP reloads the configuration file. These settings change at once: worker counts, queue limits, admission,
-    session weights, budgets, limits of agents and backends, backend health checks, and monitoring. The log names the
-    settings that need a restart. If the node was started from a terminal, SIGHUP means that the terminal was closed,
-    and the node drains (see --on-hangup).
+    session weights, budgets, backends, limits of agents and backends, backend health checks, and monitoring. The log
+    names the settings that need a restart. If the node was started from a terminal, SIGHUP means that the terminal was
+    closed, and the node drains (see --on-hangup).
 
     The WebSocket and REST share one port. With listen.tls_cert and listen.tls_key (PEM files), the node uses TLS: the
     WebSocket becomes wss:// and REST https://.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prorl_trio.config.head import HeadConfig, load_head_config
+from prorl_trio.config.head import HeadConfig, head_tables, listening_at, load_head_config, node_tables
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.mcp import McpConfig, McpServerConfig
 from prorl_trio.config.node import (
@@ -55,6 +55,9 @@ __all__ = [
     "SearchConfig",
     "StagesConfig",
     "TelemetryConfig",
+    "head_tables",
+    "listening_at",
     "load_config",
     "load_head_config",
+    "node_tables",
 ]

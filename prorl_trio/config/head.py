@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -22,7 +22,10 @@ from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
 from prorl_trio.config.toml_file import read_toml
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class HeadConfig(Table, frozen=True):
@@ -74,3 +77,48 @@ def load_head_config(path: Path) -> HeadConfig:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
     """
     return read_toml(path, HeadConfig)
+
+
+def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir: str, ledger: str) -> dict[str, Any]:
+    """Return the configuration of a fleet's head: its `own`, with defaults from the nodes' configuration.
+
+    Args:
+        common: the node.toml of all nodes. The head uses its `listen`, `fleet` and `ledger`, without paths that belong
+            to a single node.
+        own: the content of `prorl-trio fleet --config`; empty without a file.
+        fleet_dir: the folder of the fleet.
+        ledger: the folder of its ledger, unless `own` names another.
+    """
+    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
+    return {
+        **own,
+        "listen": {**listen, "port": 0, "unix_socket": "auto", **own.get("listen", {})},
+        "fleet": {**common.get("fleet", {}), **own.get("fleet", {}), "dir": fleet_dir},
+        "ledger": {**common.get("ledger", {}), "dir": ledger, **own.get("ledger", {})},
+    }
+
+
+def node_tables(common: Mapping[str, Any], node_id: str, *, fleet_dir: str, ledger: str) -> dict[str, Any]:
+    """Return the configuration of one node of a fleet: `common` with its own name, a free port, and its folders.
+
+    A ledger in memory (`ledger.dir` is empty) stays in memory.
+    """
+    own_ledger = dict(common.get("ledger", {}))
+    if own_ledger.get("dir") != "":
+        own_ledger["dir"] = ledger
+    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
+    return {
+        **common,
+        "node_id": node_id,
+        "listen": {**listen, "port": 0, "unix_socket": ""},
+        "fleet": {**common.get("fleet", {}), "dir": fleet_dir},
+        "ledger": own_ledger,
+    }
+
+
+def listening_at(tables: Mapping[str, Any], address: str) -> dict[str, Any]:
+    """Return the table `listen` for a machine with this address. An address in it is kept unless it is a loopback."""
+    listen = {key: value for key, value in tables.get("listen", {}).items() if key != "endpoint_file"}
+    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
+        listen["host"] = address
+    return listen

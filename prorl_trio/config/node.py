@@ -35,7 +35,7 @@ from prorl_trio.config.quantities import (
 )
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.file_systems import read_regular
-from prorl_trio.http.client import split_origin
+from prorl_trio.http.client import split_origin, split_path
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ LIVE: Final = (
     "budgets",
     "agent",
     "monitoring",
+    "backends.urls",
     "backends.max_tasks_per_backend",
     "backends.request_timeout_s",
     "backends.slice_tokens",
@@ -466,6 +467,30 @@ class BackendConfig(Table, frozen=True):
                 raise ValueError(f"weights: that of {url} must be > 0, got {weight}")
         for pattern in self.allowed:
             _Pattern.parse(pattern)
+
+    @property
+    def weighted_urls(self) -> dict[str, float]:
+        """Return the weights of `urls`."""
+        return {url.rstrip("/"): self.weights.get(url, 1.0) for url in self.urls}
+
+    def check_urls(self) -> None:
+        """Check `urls`.
+
+        Raises:
+            ConfigError: one is not valid, or occurs twice.
+        """
+        known = set[str]()
+        for url in self.urls:
+            origin = url.rstrip("/")
+            try:
+                split_origin(split_path(origin)[0] if self.engine == "tinker" else origin)
+            except ValueError as exc:
+                raise ConfigError(f"backends.urls: {exc}") from exc
+            if origin in known:
+                raise ConfigError(
+                    f"backends.urls: {url} is there twice; for more rollouts, give it a weight in [backends]"
+                )
+            known.add(origin)
 
     def allows(self, url: str, default: Iterable[str] = ("*",)) -> bool:
         """Return whether an engine at `url` may be contacted: it is one of `urls`, or matches one of `allowed`.

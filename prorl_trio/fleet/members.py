@@ -107,7 +107,7 @@ class Member:
     """A node of the fleet while the head has a session there.
 
     Attributes:
-        entry: as of the opening of the session.
+        entry: the latest entry of this process.
         client: the session.
         status: the member's live state at its last report.
         to_submit: jobs to be sent, each with its number of earlier attempts.
@@ -263,9 +263,12 @@ class Members:
             serving = self._serving[node_id] = _Serving(found.entry)
             self._nursery.start_soon(self._serve, serving)
         for node_id, serving in self._serving.items():
-            if (why := _loss(serving.entry, view.nodes.get(node_id))) and not self._has_link(node_id):
+            found_now, member = view.nodes.get(node_id), self.all.get(node_id)
+            if (why := _loss(serving.entry, found_now)) and not self._has_link(node_id):
                 serving.why = why
                 serving.scope.cancel(why)
+            if found_now and member and found_now.entry.process == member.entry.process:
+                member.entry = found_now.entry
         for node_id in [node_id for node_id in self.refused if node_id not in view.nodes]:
             del self.refused[node_id]
 

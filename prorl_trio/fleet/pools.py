@@ -364,7 +364,7 @@ class _BackendOwners:
             logger.info("node %s does not tell its backends: %s", member.node_id, exc)
             return
         backends = cast("Sequence[Mapping[str, Any]]", listed.pool["backends"])
-        own = _own(member).keys()
+        own = {*listed.pool.get("configured", _own(member))}  # the entry may be older than the list
         self._withheld |= own - {each["url"] for each in backends if each["state"] in ("active", "down")}
         for backend in backends:
             url = backend["url"]

@@ -215,6 +215,13 @@ class HttpClient:
             raise ClientClosed(f"{self.origin}: the client is closed")
 
 
+def split_path(url: str) -> tuple[str, str]:
+    """Return the origin of a server's URL, and the path in front of all its endpoints."""
+    url = url.rstrip("/")
+    path = urlsplit(url).path
+    return url.removesuffix(path), path
+
+
 def split_origin(origin: str) -> tuple[bool, str, int, str]:
     """Return `(secure, host, port, authority)` of an origin. Raises ValueError for anything else."""
     wrong = f"{origin!r} is not an origin like http://127.0.0.1:8000"

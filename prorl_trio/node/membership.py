@@ -124,7 +124,7 @@ def _entry(node: Node, endpoints: Endpoints, token: str) -> NodeEntry:
         slurm=slurm_step(dict(os.environ)),
         model=f"{Path(config.model.path).resolve().name} {facts['vocabulary'][:16]}",
         version=version("prorl-trio"),
-        backends={url.rstrip("/"): config.backends.weights.get(url, 1.0) for url in config.backends.urls},
+        backends=config.backends.weighted_urls,
         capacity=_capacity(node),
         heartbeat_interval_s=config.fleet.heartbeat_interval_s,
         stale_after_s=config.fleet.stale_after_s,
@@ -143,6 +143,7 @@ def _capacity(node: Node) -> Capacity:
 def _now(node: Node, entry: NodeEntry) -> NodeEntry:
     return msgspec.structs.replace(
         entry,
+        backends=node.config.backends.weighted_urls,
         capacity=_capacity(node),
         state="draining" if node.draining else "open",
         unready=node.unreadiness(),

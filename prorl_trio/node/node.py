@@ -118,6 +118,7 @@ class Node:
 
         `config` may differ from the current one only in the fields of `reference.LIVE`, as ensured by `plan_reload`.
         """
+        self.backends.configure(config.backends.weighted_urls)
         self._resources.config = config
         sizes = config.stages
         queues = {"init": sizes.init_queue, "run": sizes.ready_queue, "eval": sizes.eval_queue}

@@ -10,11 +10,9 @@ import trio
 
 from prorl_ipc.arena import open_arena
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.http.client import split_origin
 from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
-from prorl_trio.inference.engines.tinker import NAME as TINKER
-from prorl_trio.inference.engines.tinker import TinkerAccess, split_path
+from prorl_trio.inference.engines.tinker import TinkerAccess
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.locate import locate_root
@@ -52,17 +50,7 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
         ConfigError: the kind of engine is unknown; or a configured URL is not valid, or occurs twice; or an API key
             cannot be read.
     """
-    known = set[str]()
-    for url in config.urls:
-        origin = url.rstrip("/")
-        try:
-            split_origin(split_path(origin)[0] if config.engine == TINKER else origin)
-        except ValueError as exc:
-            raise ConfigError(f"backends.urls: {exc}") from exc
-        if origin in known:
-            raise ConfigError(f"backends.urls: {url} is there twice; for more rollouts, give it a weight in [backends]")
-        known.add(origin)
-
+    config.check_urls()
     find = EngineRegistry.from_entry_points().finder(
         config.engine,
         context_tokens=config.max_model_len or max_positions,
@@ -109,6 +97,7 @@ async def open_backends(
         random=random,
         proof=proof,
     )
+    backends.configured = frozenset(config.weighted_urls)
     try:
         failed: dict[str, BackendError] = {}
         if config.urls:

@@ -104,6 +104,7 @@ def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
         msgspec.convert(msgspec.to_builtins(config), NodeConfig)  # also if no file was read
     except msgspec.ValidationError as exc:
         raise ConfigError(str(exc)) from exc
+    config.backends.check_urls()
     check_descriptors(config)
     return ReloadPlan(config=config, live=live, fixed=[change for change in changes if change not in live])
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 from contextlib import AsyncExitStack, nullcontext
 
+import msgspec
 import pytest
 
 from prorl_trio.rendezvous.entry import SlurmStep
+from prorl_trio.rendezvous.folder import write_entry
 from prorl_trio.types.errors import BackendError
 from support.fake_fleet import open_fake_fleet, until, update
 from support.fleet_head import head_quickly, open_client
@@ -219,3 +221,26 @@ async def test_what_was_drained_or_removed_stays_out_when_its_node_is_lost(folde
         await fleet["a"].kill()
         await until(moved(fleet, "http://a:3", to="b"))
         assert fleet.owners()["b"] == ["http://a:3", "http://b:8000"]
+
+
+async def test_backends_that_nodes_have_configured_since_their_last_heartbeat_stay_with_all(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        for name in ("a", "b"):
+            backends = fleet[name].node.backends
+            await backends.add("http://shared:1")
+            backends.configured = frozenset({"http://shared:1"})
+        async with open_client(folder) as (_client, head):
+            await until(head.is_settled)
+            assert all("http://shared:1" in urls for urls in fleet.owners().values())
+
+
+async def test_a_backend_that_a_node_configures_after_it_joined_goes_to_another_when_the_node_is_lost(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (_client, head):
+        node = fleet["a"]
+        node.entry = msgspec.structs.replace(node.entry, backends={"http://later:1": 2.0})
+        write_entry(folder, node.entry)
+        await until(lambda: head.fleet.members.all["a"].entry == node.entry)
+        await node.kill()
+        await until(moved(fleet, "http://later:1", to="b"))
+        assert fleet["b"].node.listed("http://later:1").weight == 2.0
+        assert "http://a:8000" not in fleet.owners()["b"], "the node had given that up"

@@ -32,6 +32,7 @@ from prorl_trio.node.core import open_node
 from prorl_trio.node.serve import plan_reload, serve_reloads
 from prorl_trio.testing.fake_engine import FakeEngine, open_look_alike
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.backends import AddBackend
 from prorl_trio.types.errors import ConfigError
 
 OLD = NodeConfig(model=ModelConfig(path="/m"), listen=ListenConfig(token="hush"))
@@ -228,3 +229,33 @@ async def test_a_running_node_looks_at_its_backends_as_the_new_file_says(tmp_pat
                 node.apply(plan.config)
                 with trio.fail_after(20):
                     await asked.wait()
+
+
+async def test_a_running_node_takes_the_backends_of_the_new_file_and_leaves_those_that_it_lacks(tmp_path):
+    make_tiny_model(tmp_path)
+    async with (
+        open_look_alike(FakeEngine, None, None, 0) as former,
+        open_look_alike(FakeEngine, None, None, 0) as added,
+        open_look_alike(FakeEngine, None, None, 0) as new_one,
+    ):
+        sandbox = SandboxConfig(provider="process", max_warm=0)
+        urls = BackendConfig(urls=[former.url])
+        config = NodeConfig(model=ModelConfig(path=str(tmp_path)), sandbox=sandbox, backends=urls)
+
+        def reloaded(*urls):
+            backends = msgspec.structs.replace(node.config.backends, urls=list(urls))
+            return plan_reload(node.config, msgspec.structs.replace(node.config, backends=backends))
+
+        async with open_node(config) as node:
+            await node.operate(AddBackend(url=added.url))
+            with pytest.raises(ConfigError, match=r"backends.urls: .* is there twice"):
+                reloaded(new_one.url, f"{new_one.url}/")
+            plan = reloaded(f"{new_one.url}/")
+            assert plan.fixed == []
+            node.apply(plan.config)
+            with trio.fail_after(20):
+                await trio.lowlevel.checkpoint()
+                while [each.url for each in node.backends.list()] != [added.url, new_one.url]:
+                    await trio.sleep(0.01)
+            assert node.backends.urls() == (added.url, new_one.url), "what was added by hand stays"
+            assert node.config.backends.weighted_urls == {new_one.url: 1.0}

@@ -1,71 +1,70 @@
-"""The fleet's client in a named actor of a real Ray: submitted to and asked by name, and killed in the middle."""
+"""Fleets in a real Ray cluster of several raylets: start, use, end, and kills of nodes, actors, machines, drivers."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
+import tempfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-import trio
 
 from prorl_launch.paths import import_path
-from support.fake_fleet import open_fake_fleet
-from support.fake_node import FakeNode, make_outcome
-from support.fleet_head import head_process
-from support.verl_rig import verl_python
+from support.verl_rig import TESTS, verl_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests/support/ray_program.py"
-JOBS = 6
-WITHIN_S = 570
+CASES = re.findall(r"^def (case_\w+)", (TESTS / "support/ray_cluster.py").read_text(), re.MULTILINE)
+WITHIN_S = 580
 
 
-async def kill(process):
-    process.kill()
+@pytest.fixture(scope="module")
+def results():
+    """The traceback of each case; empty if it passed. One cluster has them all, because it takes long to start."""
+    python = str(verl_python())
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short, for sockets
+    try:
+        for name in ("tmp", "site"):
+            (folder / name).mkdir()
+        installed = Path(distribution("prorl-trio").locate_file("")).glob("prorl_trio-*.dist-info")
+        shutil.copytree(next(installed), folder / "site/prorl_trio.dist-info")  # the entry points of handlers
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{import_path()}:{TESTS}:{folder}/site",
+            "HOME": str(folder),
+            "TMPDIR": str(folder / "tmp"),
+            "RAY_TMPDIR": str(folder / "ray"),
+            "RAY_raylet_start_wait_time_s": "300",
+        }
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # each of Ray's processes imports the same modules
+        with (folder / "log").open("wb") as log:
+            program = subprocess.Popen(
+                [python, "-m", "support.ray_cluster", str(folder)],
+                cwd=folder,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                program.wait(WITHIN_S)
+            finally:
+                if program.poll() is None:
+                    os.killpg(program.pid, signal.SIGKILL)
+                    program.wait()
+        found = folder / "results.json"
+        told = json.loads(found.read_text()) if found.exists() else {}
+        yield told | {"log": (folder / "log").read_text(errors="replace")[-6000:]}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-async def test_the_example_takes_every_outcome_over_a_kill_of_its_actor(tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeNode, "validate", lambda *_: None)  # it takes jobs of any handler
-    made = {}
-
-    def end(spec):
-        made[spec.job_id] = make_outcome(spec)
-        return made[spec.job_id]
-
-    env = {
-        "PYTHONPATH": f"{import_path()}:{ROOT}/examples",
-        "HOME": str(tmp_path),
-        "RAY_raylet_start_wait_time_s": "400",
-    }
-    program = [str(verl_python()), str(PROGRAM), str(tmp_path / "fleet"), str(tmp_path / "result.json"), str(JOBS)]
-    async with (
-        open_fake_fleet(tmp_path / "fleet", "a", "b", on_submit=end, within_s=WITHIN_S) as fleet,
-        head_process(tmp_path / "fleet", tmp_path / "ledger", tmp_path / "head.log"),
-    ):
-        done = await trio.run_process(
-            program,
-            env=os.environ | env,
-            capture_stdout=True,
-            stderr=subprocess.STDOUT,
-            check=False,
-            deliver_cancel=kill,
-        )
-        assert done.returncode == 0, done.stdout.decode(errors="replace")[-4000:]
-        assert fleet.where() == {"a": [], "b": []}
-    found = json.loads((tmp_path / "result.json").read_bytes())
-    first, second = found["pids"]
-    assert first != second, "Ray has started the actor again"
-    assert found["refused"] == 0
-    job_ids = [job_id for job_id, *_ in found["taken"]]
-    assert len(set(job_ids)) == len(job_ids)
-    again_or_new = {job_id for job_id, *_ in found["rest"]}
-    assert again_or_new >= set(made) - set(job_ids) | {job_ids[-1]}, "what nobody acknowledged comes again"
-    for job_id, reward, token_ids, logprobs in (*found["taken"], *found["rest"]):
-        (segment,) = made[job_id].trajectory.segments
-        assert (reward, token_ids) == (made[job_id].reward, segment.token_ids.tolist())
-        assert logprobs == segment.logprobs.tolist()
-    assert set(made) == {f"sum-{number}" for number in range(JOBS)}
+@pytest.mark.parametrize("case", CASES)
+def test_a_fleet_in_a_ray_cluster(results, case):
+    if why := results.get(case, results["log"]):
+        pytest.fail(why, pytrace=False)

@@ -61,13 +61,8 @@ def local_node(provider):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_short_and_is_run(path):
-    """Here, but for what needs an environment of its own."""
     assert len(path.read_text().splitlines()) < MAX_LINES
-    elsewhere = (
-        path.stem == "ray_fleet"
-        and "import ray_fleet" in (EXAMPLES.parent / "tests/support/ray_program.py").read_text()
-    )
-    assert elsewhere or f'"{path.name}"' in Path(__file__).read_text()
+    assert f'"{path.name}"' in Path(__file__).read_text()
 
 
 def test_a_handler_of_ones_own(provider):

@@ -146,6 +146,7 @@ class FakeFleet:
         for url, weight in entry.setdefault("backends", {f"http://{node_id}:8000": 1.0}).items():
             await node.backends.add(url, weight)
             self.engines[url].call_s = 0.0
+        node.backends.configured = frozenset(entry["backends"])
         return node
 
     async def restart(self, node_id: str) -> FleetNode:

@@ -21,11 +21,10 @@ from prorl_launch.node import (
     NODE_START_TIMEOUT_S,
     NodeLost,
     head_command,
-    head_tables,
     serve_command,
 )
 from prorl_launch.supervised import open_supervised
-from prorl_trio.config import load_config, load_head_config
+from prorl_trio.config import head_tables, load_config, load_head_config, node_tables
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.edges.tcp import load_tls
 from prorl_trio.rendezvous.folder import HEAD, claim_folder
@@ -197,24 +196,6 @@ class NodeFolder(msgspec.Struct, frozen=True, kw_only=True):
         return self.path / "node.log"
 
 
-def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dict[str, Any]:
-    """Return the configuration of one node: `common` with its own name, port, fleet and ledger folder.
-
-    A ledger in memory (`ledger.dir` is empty) stays in memory.
-    """
-    ledger = dict(common.get("ledger", {}))
-    if ledger.get("dir") != "":
-        ledger["dir"] = str(node.path / "ledger")
-    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
-    return {
-        **common,
-        "node_id": node.node_id,
-        "listen": {**listen, "port": 0, "unix_socket": ""},
-        "fleet": {**common.get("fleet", {}), "dir": str(fleet)},
-        "ledger": ledger,
-    }
-
-
 def check_config(config_file: Path) -> None:
     """Check the node.toml of all nodes, and the secrets that it names. Blocks on the disk.
 
@@ -244,7 +225,7 @@ def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
     for number in range(count):
         node_id = f"{common.get('node_id') or LOCAL}-{number}"
         node = NodeFolder(node_id=node_id, path=fleet / LOCAL / node_id, has_token=has_token)
-        _write(node, node_tables(common, node, fleet))
+        _write(node, node_tables(common, node_id, fleet_dir=str(fleet), ledger=str(node.path / "ledger")))
         nodes.append(node)
     return nodes
 

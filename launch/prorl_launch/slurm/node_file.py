@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from prorl_launch.node import head_tables
-from prorl_trio.config import ListenConfig
+from prorl_trio.config import ListenConfig, head_tables, listening_at
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.edges.tcp import load_tls
 from prorl_trio.types.errors import ConfigError
@@ -19,8 +18,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -91,7 +88,7 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
     made = {
         **common,
         "node_id": f"{name}-{env.get('SLURM_NODEID', '0')}",
-        "listen": {"port": 0, **_listen(common, machine.address), "unix_socket": ""},
+        "listen": {"port": 0, **listening_at(common, machine.address), "unix_socket": ""},
         "fleet": fleet,
     }
     if machine.drain_s is not None:
@@ -113,14 +110,7 @@ def head_config(common: Mapping[str, Any], own: Mapping[str, Any], machine: Mach
     By default, its ledger is in the fleet's folder, where its next start finds it on any machine.
     """
     tables = head_tables(common, own, fleet_dir=machine.fleet_dir, ledger=f"{machine.fleet_dir}/head")
-    return {**tables, "listen": _listen(tables, machine.address)}
-
-
-def _listen(common: Mapping[str, Any], address: str) -> dict[str, Any]:
-    listen = {key: value for key, value in common.get("listen", {}).items() if key != "endpoint_file"}
-    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
-        listen["host"] = address
-    return listen
+    return {**tables, "listen": listening_at(tables, machine.address)}
 
 
 def address_of_machine(name: str) -> str:

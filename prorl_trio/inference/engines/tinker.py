@@ -9,11 +9,11 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Final
-from urllib.parse import urlsplit
 
 import msgspec
 import trio
 
+from prorl_trio.http.client import split_path
 from prorl_trio.http.connection import HttpError
 from prorl_trio.inference.engines.answers import UNNAMED, context_limit, error_message
 from prorl_trio.inference.engines.http_engine import (
@@ -335,13 +335,6 @@ class TinkerClient(HttpEngineClient):
             return await self._http.request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
         except HttpError as exc:
             raise self._failed(exc) from exc
-
-
-def split_path(url: str) -> tuple[str, str]:
-    """Return the origin of a server's URL, and the path in front of all its endpoints."""
-    url = url.rstrip("/")
-    path = urlsplit(url).path
-    return url.removesuffix(path), path
 
 
 def _until(ends_s: float, wanted: Wanted, at_most_s: float | None = None) -> Wanted:

@@ -36,7 +36,7 @@ from prorl_trio.types.backends import (
 from prorl_trio.types.errors import BackendError, BackendsBusy, UnknownBackend
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import ModelProof, Waiting
@@ -222,6 +222,8 @@ class Backends:
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
         self._proof = proof
+        self.configured: frozenset[str] = frozenset()
+        """The URLs in the configuration of the node."""
         self._listeners: list[Callable[[bool], None]] = []
         self.versions = VersionOrder()
         """Versions announced by resumes or introduced by engines, in order."""
@@ -337,6 +339,21 @@ class Backends:
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
             await self._close_unused()
         return urls
+
+    def configure(self, now: Mapping[str, float]) -> None:
+        """Expect newly configured backends, with their weights, and remove the ones that are no longer configured.
+
+        Calls of removed backends finish. Their clients are closed when the next task of the pool ends, or by `aclose`.
+        Backends that were added by requests stay.
+        """
+        for url, weight in now.items():
+            if url not in self.configured:
+                self.expect(url, weight)
+        for url in self.configured - now.keys():
+            if not self._expected.forget(url) and self._placement.get(url) is not None:
+                self._placement.remove(url)
+        self.configured = frozenset(now)
+        self._balancer.changed()
 
     def limit_tasks(self, max_tasks_per_backend: int) -> None:
         """Change the limit, 0 for none. Tasks beyond a smaller limit stay; a larger limit admits waiting tasks."""
@@ -461,14 +478,14 @@ class Backends:
         """
         self._balancer.close()
         with trio.move_on_after(CLOSE_GRACE_S, shield=True):
-            await _close(self._placement.backends())
+            await _close([*self._placement.backends(), *self._placement.take_unused()])
 
     def statistics(self) -> dict[str, object]:
         """Return figures of the pool. Encodable.
 
         They are leases, tasks `waiting` for a backend, `moves` by reason, the `admission` of completions, the trainer
-        `updating` the policy, the recently announced `versions` (oldest first), and `backends`: one `BackendStatistics`
-        each.
+        `updating` the policy, the recently announced `versions` (oldest first), the `configured` URLs, and `backends`:
+        one `BackendStatistics` each.
         """
         return {
             "open_leases": self._placement.open_leases,
@@ -477,6 +494,7 @@ class Backends:
             "admission": self.admission.statistics(),
             "updating": self._updates.holder.holder,
             "versions": self.versions.announced(),
+            "configured": sorted(self.configured),
             "backends": [*self._placement.statistics(), *self._expected.statistics()],
         }
 
