@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from prorl_trio.cli import main
 from prorl_trio.client import connect
-from prorl_trio.integrations.verl.node_address import NodeAddress
+from prorl_trio.integrations.node_address import NodeAddress
 from prorl_trio.types.errors import ConfigError, Unauthorized
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_restored")]

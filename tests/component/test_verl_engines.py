@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from prorl_trio.client import BlockingClient, PolicyUpdateFailed
-from prorl_trio.integrations.verl.engines import NodeEngines
+from prorl_trio.integrations.engines import NodeEngines
 from prorl_trio.types.errors import BackendError
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service

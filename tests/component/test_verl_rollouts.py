@@ -10,9 +10,9 @@ import pytest
 import trio
 
 from prorl_trio.client import ConnectionLost
-from prorl_trio.integrations.verl import rollouts as module
-from prorl_trio.integrations.verl.node_address import NodeAddress
-from prorl_trio.integrations.verl.rollouts import JobRefused, Rollouts, close_all, rollouts_on
+from prorl_trio.integrations import rollouts as module
+from prorl_trio.integrations.node_address import NodeAddress
+from prorl_trio.integrations.rollouts import JobRefused, Rollouts, close_all, rollouts_on
 from prorl_trio.types.errors import ConfigError
 from support.fake_fleet import open_fake_fleet
 from support.fake_node import FakeNode, make_outcome, make_spec

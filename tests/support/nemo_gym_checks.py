@@ -23,7 +23,7 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
 from prorl_trio.integrations.nemo_gym.agent import ProRLTrioAgent, ProRLTrioAgentConfig
-from prorl_trio.integrations.verl.rollouts import close_all
+from prorl_trio.integrations.rollouts import close_all
 from prorl_trio.types.errors import BackendError, ConfigError
 
 TRAINED = (

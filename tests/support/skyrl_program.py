@@ -33,9 +33,9 @@ from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import build_dataloader, validate_generator_output
 
+from prorl_trio.integrations.rollouts import close_all
 from prorl_trio.integrations.skyrl.generator import NodeGenerator
 from prorl_trio.integrations.skyrl.output import output_of
-from prorl_trio.integrations.verl.rollouts import close_all
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, Segment, Timing, Trajectory
 

@@ -30,8 +30,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils import tensordict_utils
 
+from prorl_trio.integrations.rollouts import close_all
 from prorl_trio.integrations.verl.main_ppo import NodeTaskRunner
-from prorl_trio.integrations.verl.rollouts import close_all
 from prorl_trio.integrations.verl.trainers import check_tokenizer, install, node_of
 from prorl_trio.types.errors import ConfigError
 

@@ -20,7 +20,7 @@ import trio
 
 from prorl_launch.paths import import_path, trainer_python
 from prorl_trio.client import BlockingClient, connect
-from prorl_trio.integrations.verl.engines import NodeEngines
+from prorl_trio.integrations.engines import NodeEngines
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.skips import because

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from prorl_trio.integrations.verl import rollouts
+from prorl_trio.integrations import rollouts
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
 
 PAGES = Path(__file__).parents[2] / "docs" / "trainers"
@@ -168,9 +168,7 @@ def test_openrlhf(monkeypatch):
         params = SimpleNamespace(temperature=0.5, logprobs=1)
         for reward in (1.0, None):
             answers = Answers(outcome(reward, count=2))
-            monkeypatch.setattr(
-                sys.modules["prorl_trio.integrations.verl.rollouts"], "rollouts_on", lambda _, a=answers: a
-            )
+            monkeypatch.setattr(sys.modules["prorl_trio.integrations.rollouts"], "rollouts_on", lambda _, a=answers: a)
             executor = lines_of("openrlhf").AgentExecutor()
             run = executor.execute("6 * 7?", "42", params, 512, None, None)
             if reward is None:

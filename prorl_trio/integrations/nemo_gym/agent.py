@@ -20,11 +20,11 @@ from nemo_gym.global_config import get_first_server_config_dict
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from pydantic import ConfigDict, Field, PrivateAttr
 
+from prorl_trio.integrations.engines import NodeEngines
 from prorl_trio.integrations.nemo_gym.answers import FAILURE_CLASS, REFUSED, answer_of, failure_of
 from prorl_trio.integrations.nemo_gym.jobs import JobTemplate, RowRefused
-from prorl_trio.integrations.verl.engines import NodeEngines
-from prorl_trio.integrations.verl.node_address import NodeAddress
-from prorl_trio.integrations.verl.rollouts import JobRefused, Rollouts, rollouts_on
+from prorl_trio.integrations.node_address import NodeAddress
+from prorl_trio.integrations.rollouts import JobRefused, Rollouts, rollouts_on
 from prorl_trio.types.errors import BackendError, ConfigError, ServiceError
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ try:
 except ImportError as exc:
     raise ImportError("this needs SkyRL: pip install 'skyrl[skyrl-train]>=0.3', with Python 3.12") from exc
 
+from prorl_trio.integrations.node_address import NodeAddress
+from prorl_trio.integrations.rollouts import rollouts_on
 from prorl_trio.integrations.skyrl.jobs import row_of, sampling_and_limit, spec_of, task_of_prompt
 from prorl_trio.integrations.skyrl.output import output_of
 from prorl_trio.integrations.verl.jobs import JobTemplate, Sampling, loaded
-from prorl_trio.integrations.verl.node_address import NodeAddress
-from prorl_trio.integrations.verl.rollouts import rollouts_on
 from prorl_trio.integrations.verl.rows import RowLimits
 from prorl_trio.types.errors import ConfigError, ProrlError
 

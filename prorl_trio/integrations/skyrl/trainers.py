@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from prorl_trio.integrations.verl.engines import NodeEngines
-from prorl_trio.integrations.verl.node_address import NodeAddress
+from prorl_trio.integrations.engines import NodeEngines
+from prorl_trio.integrations.node_address import NodeAddress
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ try:
 except ImportError as exc:
     raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
 
+from prorl_trio.integrations.node_address import NodeAddress
+from prorl_trio.integrations.rollouts import rollouts_on
 from prorl_trio.integrations.verl.jobs import JobTemplate, Sampling, loaded, sampling_of, task_of_row
-from prorl_trio.integrations.verl.node_address import NodeAddress
-from prorl_trio.integrations.verl.rollouts import rollouts_on
 from prorl_trio.integrations.verl.rows import Row, RowLimits, masked_row, rows_of, turns_of
 from prorl_trio.sampling.opening import reached_one
 from prorl_trio.types.errors import ConfigError, ProrlError

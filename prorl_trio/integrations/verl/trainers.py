@@ -21,9 +21,9 @@ except ImportError as exc:
     raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
 
 from prorl_trio.chat.codec import vocabulary_digest
+from prorl_trio.integrations.engines import NodeEngines
+from prorl_trio.integrations.node_address import NodeAddress
 from prorl_trio.integrations.verl.agent_loop import NodeAgentLoop, builtin, check_sampling, run_name
-from prorl_trio.integrations.verl.engines import NodeEngines
-from prorl_trio.integrations.verl.node_address import NodeAddress
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

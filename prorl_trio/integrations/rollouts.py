@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prorl_trio.client.client import RolloutClient
-    from prorl_trio.integrations.verl.node_address import NodeAddress
+    from prorl_trio.integrations.node_address import NodeAddress
     from prorl_trio.types.models import JobSpec, Outcome
 
 CANCEL_GRACE_S: Final = 10.0

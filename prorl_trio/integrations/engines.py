@@ -1,6 +1,6 @@
-"""verl's rollout servers as a node's backends: registered, paused while their weights change, versioned by the step.
+"""A trainer's rollout servers as a node's backends: registered, paused while weights change, versioned by the step.
 
-It works without verl, by plain calls on a `BlockingClient`, and with one thread that watches for node restarts.
+Plain calls on a `BlockingClient`, and one thread that watches for node restarts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHECK_INTERVAL_S: Final = 2.0
 """Interval in seconds between checks that the node still knows the engines. A restarted node has forgotten them."""
 JOIN_TIMEOUT_S: Final = 10.0
 MAX_TRAINING_S: Final = 24 * 3600.0
-"""Maximum duration of an update in seconds. Where engines and trainer share GPUs, verl trains during the update."""
+"""Maximum duration of an update in seconds. Where engines and trainer share GPUs, training is part of it."""
 
 
 class NodeEngines:
