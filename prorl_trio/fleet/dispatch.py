@@ -449,11 +449,14 @@ class Dispatch:
     # ------------------------------------------------------------ placing
 
     def _place(self, effects: list[Effect]) -> None:
-        """Assign queued jobs to members with free places, next the member with the largest free share."""
+        """Assign queued jobs to members with free places, next the member with the largest free share.
+
+        While a member works on jobs, those that do not get none, even if it is full: they would wait there.
+        """
         if not len(self._queue):
             return
         free = {node_id: member.free for node_id, member in self.members.items() if member.free > 0}
-        if any(not self.members[node_id].unready for node_id in free):
+        if any(member.workers and not (member.unready or member.behind) for member in self.members.values()):
             free = {node_id: count for node_id, count in free.items() if not self.members[node_id].unready}
         while free and len(self._queue):
             node_id = max(free, key=lambda name: free[name] / self.members[name].capacity)

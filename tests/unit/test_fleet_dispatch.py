@@ -155,6 +155,17 @@ def test_a_member_on_which_no_job_is_worked_on_gets_some_only_if_all_are_so(read
     assert len(head.where()["a"]) == (0 if ready else 1)
 
 
+def test_a_member_on_which_no_job_is_worked_on_gets_none_while_the_others_are_full():
+    head = Head(a=4, b=4)
+    head.room("a", 4, unready="no backend")
+    head.take(*(f"{n}" for n in range(8)))
+    assert {name: len(jobs) for name, jobs in head.where().items()} == {"a": 0, "b": 5}
+    head.apply(Ended("b", "0", 1, 1, "completed"))
+    assert (len(head.where()["b"]), head.state.queued) == (5, 2)
+    head.apply(Lost("b", "killed"))
+    assert len(head.where()["a"]) == 5, "now no member works on any"
+
+
 def test_a_full_member_is_asked_again_after_its_next_report():
     head = Head(a=4)
     head.take("x")
