@@ -115,7 +115,7 @@ def _try_one(uid: int, gid: int, home: str) -> str:
     if pid == 0:
         try:
             settle(uid=uid, gid=gid, home=home, disk_bytes=TRIAL_DISK_BYTES, limits=TRIAL_LIMITS)
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: ASYNC103 - a process that ends, no task
             os.write(writer, f"{type(exc).__name__}: {exc}".encode())
         finally:
             os._exit(0)
@@ -141,7 +141,7 @@ def _live(request: ForkSandbox, fds: list[int], control: socket.socket, uid: int
             select.select([0], [], [], START_LINE_TIMEOUT_S)
             kernel = fork_kernel()
         code = run_daemon(prestart_ipython=request.prestart_ipython, kernel=kernel)
-    except BaseException:
+    except BaseException:  # noqa: ASYNC103 - the same
         os.write(2, traceback.format_exc().encode())
     finally:
         sys.stdout.flush()
