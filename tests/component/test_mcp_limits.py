@@ -74,7 +74,7 @@ async def test_a_call_that_ends_its_server_is_an_observation_and_the_server_star
     async with opened() as (call, _servers):
         for how in ("exit 3", "kill 11"):
             seen = await call("odd", how=how)
-            assert seen.outcome == "crashed"
+            assert seen.outcome == "error"
             assert seen.text.endswith("It was started again, without its state."), seen.text
             assert (await call("echo", text="again")).text == "again"
 
@@ -132,7 +132,7 @@ async def test_results_are_cut_and_oversized_messages_are_not_kept():
 async def test_a_flood_ends_its_server(how, why):
     async with opened(max_message_bytes=64 * 1024, call_timeout_s=20.0) as (call, _servers):
         seen = await call("odd", how=how)
-        assert seen.outcome == "crashed"
+        assert seen.outcome == "error"
         assert why in seen.text
 
 

@@ -75,7 +75,7 @@ async def test_a_call_that_breaks_its_connection_is_an_observation(monkeypatch):
     async with calls(monkeypatch) as (do, server):
         for _ in range(2):
             seen = await do("drop")
-            assert seen.outcome == "crashed"
+            assert seen.outcome == "error"
             assert (await do("work")).text == "done"
         assert server.keys == {"Bearer of-the-node"}
 

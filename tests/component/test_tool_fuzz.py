@@ -14,6 +14,8 @@ from contextlib import nullcontext
 import msgspec
 import pytest
 import trio
+from mcp_types import CallToolRequestParams
+from mcp_types import Tool as ListedTool
 
 from prorl_trio.chat.families.call_values import Malformed, decode_json, read_call
 from prorl_trio.config import SearchConfig
@@ -27,7 +29,10 @@ from prorl_trio.tasks.handlers.nemo_gym.payload import FunctionTool
 from prorl_trio.tasks.handlers.nemo_gym.server import GymSession
 from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.tools import SearchTool, Tool, ToolSet
+from prorl_trio.tools.base import Observation
+from prorl_trio.tools.mcp.sessions import McpTool
 from prorl_trio.types.models import ToolCall
+from support.mcp_servers import opened
 
 SEED = 20_240_607
 RANDOM_CALLS = 40
@@ -75,6 +80,17 @@ class Echo(GymSession):
         return Response(200, {}, msgspec.json.encode(body))
 
 
+class EchoServer:
+    """An MCP server that answers with what a real one would be sent."""
+
+    name = "mcp"
+
+    async def call(self, tool, arguments):
+        await trio.lowlevel.checkpoint()
+        sent = CallToolRequestParams(name=tool, arguments=arguments).model_dump(mode="python")
+        return Observation(text=repr(sent))
+
+
 def _subclasses(kind):
     return {kind, *(each for child in kind.__subclasses__() for each in _subclasses(child))}
 
@@ -89,6 +105,7 @@ def _tools():
     made = {
         SearchTool: lambda: SearchTool(search, nullcontext),
         GymTool: lambda: GymTool(declared, Echo("gym", "http://127.0.0.1:1", 1), nullcontext),
+        McpTool: lambda: McpTool(EchoServer(), ListedTool(name="sum", input_schema=declared.parameters)),
     }
     kinds = {kind for kind in _subclasses(Tool) - {Tool} if kind.__module__.startswith("prorl_trio.")}
     tools = [made.get(kind, kind)() for kind in sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__name__}")]
@@ -132,6 +149,19 @@ def _variants(tool, folder):
 def _recorded(call, observation):
     """What the trajectory has of a call, as bytes."""
     return msgspec.msgpack.encode((call.name, observation.text, observation.result, observation.answer))
+
+
+async def test_no_arguments_for_a_real_mcp_server_end_a_rollout():
+    """It ends with many of them, and is started again."""
+    async with opened() as (_, servers):
+        for tool in servers.tools:
+            tools = ToolSet([tool], max_observation_chars=MAX_OBSERVATION_CHARS)
+            for value in VALUES:
+                for arguments in ({"text": value}, {"how": value}, {"\ud800": value}):
+                    with trio.fail_after(60):
+                        call = ToolCall(name=tool.name, arguments=arguments, raw="")
+                        observation = await tools.call(call, None, timeout_s=TOOL_TIMEOUT_S)
+                    assert observation.outcome != "crashed", arguments
 
 
 @pytest.mark.timeout(150)

@@ -285,9 +285,9 @@ class _Server:
         except McpServerLost as again:
             if self.config.url:
                 raise
-            return Observation.refused(f"{again}.", "crashed")
+            return Observation.refused(f"{again}.")
         self.has_changed = True
-        return Observation.refused(f"{error}. It was started again, without its state.", "crashed")
+        return Observation.refused(f"{error}. It was started again, without its state.")
 
     @property
     def _place(self) -> Literal["sandbox", "node"]:
