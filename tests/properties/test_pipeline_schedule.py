@@ -130,7 +130,7 @@ async def storm(seed, *, jobs, drain):
     assert set(watches.outcomes) == {job.spec.job_id for job in taken}
     assert set(watches.ended.values()) <= {1}
     assert len(pipeline) == 0
-    assert not pipeline._live_of
+    assert not pipeline.live._by_session
     assert all(len(stage.queue) == 0 and stage.busy == 0 for stage in pipeline.stages)
     if drain:
         assert sum(statistics["outcomes"].values()) == jobs

@@ -1,4 +1,4 @@
-"""Leaks of tests in their process: descriptors, threads, children, muted loggers, signal handlers. The test is blamed.
+"""Leaks of tests in their process: descriptors, threads, children, muted loggers, ignored signals. The test is blamed.
 
 Each test is looked at when its own fixtures have gone, and each module when those of the module have. What fixtures of
 a longer life hold is no leak. Garbage is collected as well, so that a warning of it ("unclosed socket", "coroutine was
@@ -96,7 +96,7 @@ def find_leaks(before, owned=()):
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
-    left = new({**descriptors(), **muted_loggers(), **signal_handlers()}, known)
+    left = new({**descriptors(), **muted_loggers(), **ignored_signals()}, known)
     closed = [] if others else [name for key, name in held_by_garbage.items() if key not in left]
     garbage = [f"{name}, which only the garbage collector closed" for name in closed]
     return [*left.values(), *new(threads(), known).values(), *new_children(known), *garbage]
@@ -105,7 +105,7 @@ def find_leaks(before, owned=()):
 def holdings():
     """What this process has, by a key that nothing else gets; and all processes, to look at later ones only."""
     others = {("process", pid): "" for pid in processes()}
-    return {**descriptors(), **threads(), **muted_loggers(), **signal_handlers(), **others}
+    return {**descriptors(), **threads(), **muted_loggers(), **ignored_signals(), **others}
 
 
 def new(now, before):
@@ -139,13 +139,10 @@ def muted_loggers():
     return {("logger", name): f"muted logger {name}" for name, logger in loggers if getattr(logger, "disabled", False)}
 
 
-def signal_handlers():
-    """What each signal does: later tests would pass what is ignored on to the processes that they start."""
-    found = {}
-    for number in signal.valid_signals() - {signal.SIGALRM}:  # pytest-timeout's
-        handler = signal.getsignal(number)
-        found["signal", number, handler] = f"handler {handler} of signal {number}"
-    return found
+def ignored_signals():
+    """What this process ignores: so would the processes that later tests start."""
+    ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+    return {("signal", number): f"signal {int(number)} is ignored" for number in ignored}
 
 
 def processes():

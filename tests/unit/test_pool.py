@@ -24,6 +24,7 @@ NOTHING = {
     "admission": OPEN,
     "updating": "",
     "versions": [],
+    "configured": [],
     "backends": [],
 }
 
@@ -96,6 +97,7 @@ async def test_statistics_can_be_sent(backends):
         "admission": OPEN,
         "updating": "",
         "versions": [],
+        "configured": [],
         "waiting": 0,
         "moves": {},
         "backends": [
