@@ -52,13 +52,16 @@ def test_an_engine_serves_until_its_end_and_prints_the_lines_of_node_toml(tmp_pa
     argv = [sys.executable, "-c", ENGINE, str(stand_in), "engine", *options]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as command:
-        lines = [command.stdout.readline() for _ in range(5)]
-        tables = tomllib.loads("".join(lines))
-        if end == "Ctrl-C":
-            command.send_signal(signal.SIGINT)
-        else:
-            (tmp_path / "end").touch()
-        _, error = command.communicate(timeout=30)
+        try:
+            lines = [command.stdout.readline() for _ in range(5)]
+            tables = tomllib.loads("".join(lines))
+            if end == "Ctrl-C":
+                command.send_signal(signal.SIGINT)
+            else:
+                (tmp_path / "end").touch()
+            _, error = command.communicate(timeout=30)
+        finally:
+            command.kill()  # of a failed test, which would else wait for it
     assert tables["model"]["path"] == str(tmp_path / "model")
     assert tables["backends"]["urls"][0] in lines[0]
     assert '"VLLM_SERVER_DEV_MODE": "1"' in (tmp_path / "log").read_text()

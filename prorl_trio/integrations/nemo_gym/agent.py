@@ -33,7 +33,7 @@ FIRST_VERSION: Final = 0
 CLIENT_GONE: Final = 499
 
 
-class ProRLTrioAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
+class ProRLTrioAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc] # NeMo Gym has no types
     """The configuration of the agent server.
 
     Attributes:
@@ -53,13 +53,13 @@ class ProRLTrioAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
     on_failure: Literal["row", "http"] = "row"
 
 
-class ProRLTrioRunRequest(BaseRunRequest):  # type: ignore[misc]
+class ProRLTrioRunRequest(BaseRunRequest):  # type: ignore[misc] # as above
     """A row. See `RowTask` for its field `prorl`; other fields are returned unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class ProRLTrioAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
+class ProRLTrioAgent(SimpleResponsesAPIAgent):  # type: ignore[misc] # as above
     """The agent server. Each `POST /run` is one job; a client that disconnects cancels it."""
 
     config: ProRLTrioAgentConfig

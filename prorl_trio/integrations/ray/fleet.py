@@ -58,6 +58,7 @@ STOP_TIMEOUT_S: Final = 30.0
 CALL_TIMEOUT_S: Final = 10.0
 INTERVAL_S: Final = 5.0
 RETRY_S: Final = 1.0
+"""Seconds before an actor whose node has ended exits, so that Ray does not start a broken node in a tight loop."""
 POLL_S: Final = 0.25
 LOG_TAIL_BYTES: Final = 3000
 _started: Final[dict[str, Sequence[Any]]] = {}
